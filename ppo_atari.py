@@ -519,8 +519,7 @@ def train(args: Args) -> Path:
                 break
 
             remaining = 1 - iteration / args.num_iterations  # from 1 down to 1 / num_iterations
-            if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)  # [core 4]
             loss_args = replace(args, clip_coef=remaining * args.clip_coef) if args.anneal_clip else args
 
             # rollout
@@ -589,7 +588,10 @@ def train(args: Args) -> Path:
             if bar.disable and time.time() - last_print > 5:  # not a terminal: plain lines instead of the bar
                 last_print = time.time()
                 sps, left = scalars["charts/SPS"], (args.total_timesteps - global_step) / scalars["charts/SPS"]
-                print(f"{global_step:,} steps, {sps:,.0f} steps/s, {left:,.0f} s left, mean return {mean_return:.1f}")
+                print(
+                    f"{global_step:,} steps, {sps:,.0f} steps/s, {left:,.0f} s left, mean return {mean_return:.1f}",
+                    flush=True,
+                )
 
     if wandb_run:
         wandb_run.finish()

@@ -1,0 +1,99 @@
+"""Shared by all tests: the scripts on sys.path, a fresh working folder for each test, a small run of each script."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ |= {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",  # subprocesses find probe_envs as well
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+# arguments that make a run of each script small: 4 iterations of a few dozen steps
+SMALL = {
+    "ppo": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2),
+    "ppo_atari": dict(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, bf16=False, torch_threads=1),
+}
+SCRIPTS = list(SMALL)
+ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
+
+# the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
+# change the observations or the rewards
+PROBED = {"ppo": ("", {})}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    """Each test runs in an empty folder, where its runs/ goes."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    """Each script's module in turn."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(params=PROBED)
+def probed_script(request):
+    """In turn, the module of each script that trains on any vector env."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(params=ATARI_SCRIPTS)
+def atari_script(request):
+    """In turn, the module of each script that trains on Atari games."""
+    return importlib.import_module(request.param)
+
+
+def probe_args(module, env_name: str, **changes):
+    """Args of a run of the script on an env of probe_envs.py."""
+    actions, options = PROBED[module.__name__]
+    return module.Args(env_id=f"probe_envs:{env_name}{actions}-v0", **options | changes)
+
+
+def small_args(module, **changes):
+    """Args of a small run of the script."""
+    return module.Args(**SMALL[module.__name__] | changes)
+
+
+def flags(**arguments) -> list[str]:
+    """Arguments as the command line takes them."""
+    result = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        result += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return result
+
+
+def run_script(name: str, *argv: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Run a script as a user does, in the current folder."""
+    command = [sys.executable, str(ROOT / f"{name}.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """The (step, value) pairs of each tag of a run's TensorBoard log."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The agent's parameters in a run's checkpoint."""
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
+
+
+def same_parameters(run_dir: Path, other_dir: Path) -> bool:
+    """Whether two runs ended with the same parameters, bit for bit."""
+    ours, theirs = parameters(run_dir), parameters(other_dir)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,191 @@
+"""What train learns on envs whose answer is known, and that it learns from real transitions only."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import probe_args, read_scalars
+from probe_envs import Logged
+
+FAST = dict(
+    num_envs=4, num_steps=32, total_timesteps=60 * 128, learning_rate=3e-3, update_epochs=4, clip_vloss=False, gamma=0.5
+)
+
+
+def trained(script, env_name, **options):
+    """Train on a probe env, and return the values and the likeliest actions as functions of the observation."""
+    args = probe_args(script, env_name, **FAST | options)
+    run_dir = script.train(args)
+    envs = script.make_envs(args, 1)
+    agent = script.Agent(envs)
+    script.load_checkpoint(run_dir / "checkpoint.pt", agent)
+    envs.close()
+
+    @torch.no_grad()
+    def value(obs: float) -> float:
+        return agent.get_value(torch.tensor([[obs]])).item()
+
+    @torch.no_grad()
+    def share_of_bit_1(obs: float) -> float:
+        action, *_ = agent.get_action_and_value(torch.full((200, 1), obs))
+        return (action.reshape(200, -1)[:, 0] > 0).float().mean().item()
+
+    return value, share_of_bit_1
+
+
+def test_value_of_a_constant_reward(probed_script):
+    """Catches: a value loss that does not train the critic."""
+    value, _ = trained(probed_script, "ConstantReward")
+    assert value(0) == pytest.approx(1, abs=0.05)
+
+
+def test_value_of_the_observation(probed_script):
+    """Catches: values that belong to other observations than their own."""
+    value, _ = trained(probed_script, "ObservationValue")
+    assert value(1) == pytest.approx(1, abs=0.1)
+    assert value(-1) == pytest.approx(-1, abs=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, dict(gae=False), dict(gae_lambda=0.0)], ids=str)
+def test_value_over_two_steps(probed_script, options):
+    """Catches: a discount that is lost or applied twice, and an episode's end that is bootstrapped."""
+    value, _ = trained(probed_script, "TwoSteps", **options)
+    assert value(0) == pytest.approx(0.5, abs=0.08)
+    assert value(1) == pytest.approx(1, abs=0.08)
+
+
+def test_policy_from_reward(probed_script):
+    """Catches: advantages of the wrong sign, or that belong to other actions."""
+    _, share_of_bit_1 = trained(probed_script, "PolicyFromReward")
+    assert share_of_bit_1(0) > 0.9
+
+
+def test_policy_from_observation(probed_script):
+    """Catches: actions that are stored beside other observations than those they answered."""
+    value, share_of_bit_1 = trained(probed_script, "PolicyFromObservation")
+    assert share_of_bit_1(1) > 0.9
+    assert share_of_bit_1(-1) < 0.1
+    assert min(value(1), value(-1)) > 0.7
+
+
+@pytest.mark.parametrize("num_steps", [32, 5, 1])
+def test_value_of_an_endless_task_under_a_time_limit(probed_script, num_steps):
+    """Catches: a time limit that is treated as a failure; the last step of a rollout included."""
+    # 1 / (1 - 0.8) = 5; with no bootstrap at the limit the mean over the five steps would be 2.8
+    options = dict(gamma=0.8, num_steps=num_steps, total_timesteps=100 * 4 * num_steps, update_epochs=4)
+    if num_steps < 32:
+        options |= dict(total_timesteps=300 * 4 * num_steps, num_minibatches=1)
+    value, _ = trained(probed_script, "Endless", **options)
+    assert value(0) == pytest.approx(5, abs=0.4)
+
+
+@pytest.mark.parametrize("num_steps", [32, 1])
+def test_a_truncated_episode_is_bootstrapped_at_its_final_observation(probed_script, num_steps):
+    """Catches: the value of the next episode's start in the place of the final observation's."""
+    options = dict(num_steps=num_steps)
+    if num_steps == 1:
+        options |= dict(total_timesteps=600 * 8, num_envs=8, num_minibatches=1)
+    value, _ = trained(probed_script, "FinalObservation", **options)
+    assert value(1) == pytest.approx(1, abs=0.1)
+    assert value(-1) == pytest.approx(0.5, abs=0.1)  # 0.2 from the next episode's start
+
+
+def test_returns_and_lengths_are_exact(probed_script):
+    """Catches: episodes that are a step too long or short, or whose statistics begin before them."""
+    args = probe_args(probed_script, "ThreeSteps", num_envs=3, num_steps=16, total_timesteps=480)
+    run_dir = probed_script.train(args)
+    scalars = read_scalars(run_dir)
+    for tag in ("charts/episodic_return", "charts/episodic_length"):
+        assert scalars[tag] == [(48 * i, 3.0) for i in range(1, 11)]
+
+
+def test_every_episode_is_counted_once(probed_script):
+    """Catches: an episode's statistics lost, counted twice, taken of another env, or logged at another step."""
+    Logged.log.clear()
+    batch = 3 * 16
+    run_dir = probed_script.train(
+        probe_args(probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=5 * batch)
+    )
+    expected = {"charts/episodic_return": [], "charts/episodic_length": []}
+    running = np.zeros((3, 2))
+    for iteration in range(5):
+        ended = []
+        for step, (_, _, reward, _, terminated, truncated) in enumerate(
+            Logged.log[iteration * batch : (iteration + 1) * batch]
+        ):
+            running[step % 3] += reward, 1
+            if terminated or truncated:
+                ended.append(running[step % 3].copy())
+                running[step % 3] = 0
+        for tag, mean in zip(expected, np.mean(ended, axis=0)):
+            expected[tag].append(((iteration + 1) * batch, pytest.approx(mean, abs=1e-5)))
+    scalars = read_scalars(run_dir)
+    assert {tag: scalars[tag] for tag in expected} == expected
+
+
+def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
+    """Catches: transitions that no env made, as NEXT_STEP autoreset adds at each episode's end, and shifted arrays."""
+    Logged.log.clear()
+    args = probe_args(probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=3 * 48)
+    rollouts, queries = [], []
+    compute_gae, act = probed_script.compute_gae, probed_script.Agent.get_action_and_value
+
+    def spy_gae(rewards, values, next_values, terminations, dones, *discounts):
+        rollouts.append([x.clone().numpy() for x in (rewards, values, next_values, terminations, dones)])
+        return compute_gae(rewards, values, next_values, terminations, dones, *discounts)
+
+    def spy_act(self, obs, *rest, **options):
+        result = act(self, obs, *rest, **options)
+        if not torch.is_grad_enabled():
+            queries.append((obs.clone().numpy(), result[0].clone().numpy(), result[3].clone().numpy()))
+        return result
+
+    monkeypatch.setattr(probed_script, "compute_gae", spy_gae)
+    monkeypatch.setattr(probed_script.Agent, "get_action_and_value", spy_act)
+    run_dir = probed_script.train(args)
+    assert len(Logged.log) == args.total_timesteps == len(queries) * args.num_envs
+    assert probed_script.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == len(Logged.log)
+
+    # (T, N) arrays of what the envs saw, for each of the three iterations
+    log = iter(Logged.log)
+    for iteration, (rewards, values, next_values, terminations, dones) in enumerate(rollouts):
+        for t in range(args.num_steps):
+            obs, actions, query_values = queries[iteration * args.num_steps + t]
+            np.testing.assert_array_equal(values[t], query_values)
+            for n in range(args.num_envs):
+                before, action, reward, _, terminated, truncated = next(log)
+                assert obs[n] == before
+                np.testing.assert_array_equal(actions[n], action)
+                assert rewards[t, n] == reward
+                assert (terminations[t, n], dones[t, n]) == (terminated, terminated or truncated)
+                if t + 1 < args.num_steps and not dones[t, n]:
+                    assert next_values[t, n] == values[t + 1, n]
+
+
+def test_the_optimiser_sees_the_whole_batch_in_each_epoch(probed_script, monkeypatch):
+    """Catches: samples left out, drawn twice, or put together from rows of different samples."""
+    Logged.log.clear()
+    args = probe_args(
+        probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=48, num_minibatches=4, norm_adv=False
+    )
+    seen, rows = [], []
+    ppo_loss, compute_gae = probed_script.ppo_loss, probed_script.compute_gae
+
+    def spy_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, returns, *rest):
+        seen.append(torch.stack([advantages, old_values, returns], dim=1).clone())
+        return ppo_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, returns, *rest)
+
+    def spy_gae(rewards, values, *rest):
+        advantages, returns = compute_gae(rewards, values, *rest)
+        rows.append(torch.stack([advantages.flatten(), values.flatten(), returns.flatten()], dim=1).clone())
+        return advantages, returns
+
+    monkeypatch.setattr(probed_script, "ppo_loss", spy_loss)
+    monkeypatch.setattr(probed_script, "compute_gae", spy_gae)
+    probed_script.train(args)
+    in_order = lambda tensor: sorted(map(tuple, tensor.tolist()))
+    epochs = [torch.cat(seen[i : i + 4]) for i in range(0, len(seen), 4)]
+    assert len(epochs) == args.update_epochs
+    for epoch in epochs:
+        assert in_order(epoch) == in_order(rows[0])
+    assert not torch.equal(epochs[0], epochs[1]), "the same order in each epoch"
+    assert not torch.equal(epochs[0], rows[0]), "the batch was not shuffled"
