@@ -255,9 +255,7 @@ class Agent(nn.Module):
             nn.ReLU(),
         )
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
-        self.actor = layer_init(
-            nn.Linear(512, envs.single_action_space.n), std=0.01
-        )  # the first policy is near uniform
+        self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
 
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""

@@ -241,10 +241,10 @@ def pack_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     `starts` is (M, S). The pieces are laid out as in torch's PackedSequence: longest first, step by step. Returns
     `order` (M*S,), the flat positions in that layout; `batch_sizes` (longest piece,), how many pieces reach each step;
-    `sequence` (pieces,), which sequence each comes from; `carried` (pieces,), 1. where it goes on with the stored state.
+    `sequence` (pieces,), which sequence each is from; `carried` (pieces,), 1. where it goes on from the stored state.
     """
     num_sequences, seq_len = starts.shape
-    begins = starts.bool()
+    begins = starts > 0
     begins[:, 0] = True
     begins = begins.flatten().nonzero().squeeze(1)
     ends = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])])
@@ -256,38 +256,27 @@ def pack_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (begins + steps)[reached], reached.sum(1).cpu(), begins // seq_len, carried
 
 
-class Agent(nn.Module):
-    """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` the LSTM is one."""
+class Memory(nn.Module):
+    """`num_lstms` LSTMs side by side, whose state is zeroed wherever an episode starts [lstm 3]."""
 
-    def __init__(self, envs: VectorEnv, hidden_size: int = 128, num_layers: int = 1, shared_lstm: bool = False):
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int, num_lstms: int):
         super().__init__()
-        obs_size, self.action_space = envs.single_observation_space.shape[0], envs.single_action_space
-        self.discrete = isinstance(self.action_space, Discrete)
-        self.lstms = nn.ModuleList(nn.LSTM(obs_size, hidden_size, num_layers) for _ in range(1 if shared_lstm else 2))
-        for name, parameter in self.lstms.named_parameters():  # [lstm 1]
+        self.lstms = nn.ModuleList(nn.LSTM(input_size, hidden_size, num_layers) for _ in range(num_lstms))
+        for name, parameter in self.named_parameters():  # [lstm 1]
             nn.init.constant_(parameter, 0.0) if "bias" in name else nn.init.orthogonal_(parameter, 1.0)
 
-        def head(out_features: int, std: float) -> nn.Sequential:
-            hidden = layer_init(nn.Linear(hidden_size, hidden_size))
-            return nn.Sequential(hidden, nn.ELU(), layer_init(nn.Linear(hidden_size, out_features), std))
-
-        self.critic = head(1, std=1.0)
-        self.actor = head(self.action_space.n if self.discrete else math.prod(self.action_space.shape), std=0.01)
-        if not self.discrete:
-            self.actor_logstd = nn.Parameter(torch.zeros(self.action_space.shape))
-
     def initial_state(self, num_envs: int) -> Tensor:
-        """The state that an episode starts from: zeros [lstm 2], (num_envs, K, 2, L, H)."""
+        """Zeros [lstm 2], (num_envs, K, 2, L, H)."""
         lstm = self.lstms[0]
         return lstm.weight_hh_l0.new_zeros(num_envs, len(self.lstms), 2, lstm.num_layers, lstm.hidden_size)
 
-    def remember(self, obs: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Run the LSTMs from `state`, zeroed where `starts` says that an observation opens an episode [lstm 3].
+    def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
-        One step: (N, *O), (N,) -> a feature (N, H) for each LSTM, and the next state. Sequences: (M, S, *O), (M, S) ->
-        (M*S, H) each, and the state as given: it is known from the rollout where the next sequence starts.
+        One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) ->
+        features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
         """
-        features, x = [], obs.float()
+        features = []
         if starts.dim() == 1:
             state = state * (1 - starts).view(-1, 1, 1, 1, 1)
             next_state = torch.empty_like(state)
@@ -298,7 +287,7 @@ class Agent(nn.Module):
                 next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
             return features, next_state
         order, batch_sizes, sequence, carried = pack_episodes(starts)
-        x, back = x.flatten(0, 1)[order], order.argsort()
+        x, back = x[order], order.argsort()
         first = state[sequence] * carried.view(-1, 1, 1, 1, 1)
         for k, lstm in enumerate(self.lstms):
             h, c = first[:, k].permute(1, 2, 0, 3).contiguous()
@@ -306,18 +295,38 @@ class Agent(nn.Module):
             features.append(packed.data[back])
         return features, state
 
+
+class Agent(nn.Module):
+    """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` the LSTM is one."""
+
+    def __init__(self, envs: VectorEnv, hidden_size: int = 128, num_layers: int = 1, shared_lstm: bool = False):
+        super().__init__()
+        obs_size, action_space = envs.single_observation_space.shape[0], envs.single_action_space
+        self.discrete = isinstance(action_space, Discrete)
+        self.memory = Memory(obs_size, hidden_size, num_layers, num_lstms=1 if shared_lstm else 2)
+
+        def head(out_features: int, std: float) -> nn.Sequential:
+            hidden = layer_init(nn.Linear(hidden_size, hidden_size))
+            return nn.Sequential(hidden, nn.ELU(), layer_init(nn.Linear(hidden_size, out_features), std))
+
+        self.critic = head(1, std=1.0)
+        self.actor = head(action_space.n if self.discrete else math.prod(action_space.shape), std=0.01)
+        if not self.discrete:
+            self.actor_logstd = nn.Parameter(torch.zeros(action_space.shape))
+
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
-        """V: (N, *O), a state, (N,) -> (N,)."""
-        return self.critic(self.remember(obs, state, starts)[0][-1]).squeeze(-1)
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
+        features, _ = self.memory(obs.float(), state, starts)
+        return self.critic(features[-1]).squeeze(-1)
 
     def get_action_and_value(
         self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
     ):
         """Return the action (N, *A), sampled unless given, log-probability, entropy, value, all (N,), and next state.
 
-        Over sequences N is M*S, also for a given action.
+        With sequences, starts is (M, S) and N is M*S.
         """
-        features, state = self.remember(obs, state, starts)
+        features, state = self.memory(obs.float(), state, starts)
         output, value = self.actor(features[0]), self.critic(features[-1]).squeeze(-1)
         if self.discrete:
             log_probs = output.log_softmax(-1)  # of all actions; a Categorical in the open, and faster
@@ -402,7 +411,7 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     envs = make_envs(args, 1, video_dir)
     agent = Agent(envs, args.hidden_size, args.num_layers, args.shared_lstm)
     load_checkpoint(checkpoint, agent)
-    agent_state, starts = agent.initial_state(1), torch.ones(1)
+    agent_state, starts = agent.memory.initial_state(1), torch.ones(1)
     returns = []
     with contextlib.closing(envs), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(args.seed)
@@ -509,7 +518,7 @@ def train(args: Args) -> Path:
         nn.init.constant_(agent.actor_logstd, args.log_std_init).requires_grad_(args.learn_log_std)
     parameters = {False: [], True: []}  # of the actor (and a shared LSTM), of the critic
     for name, parameter in agent.named_parameters():
-        parameters[name.startswith(("critic", "lstms.1"))].append(parameter)
+        parameters[name.startswith(("critic", "memory.lstms.1"))].append(parameter)
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate]
     groups = [dict(params=params) for params in parameters.values()]
     optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay, eps=1e-5, fused=True)  # [core 3]
@@ -549,7 +558,7 @@ def train(args: Args) -> Path:
     actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
     logprobs, values, final_values = torch.zeros((3, T, N), device=device)
     starts = torch.zeros((T, N), device=device)  # 1. where an observation opens an episode
-    next_state = agent.initial_state(N)
+    next_state = agent.memory.initial_state(N)
     states = torch.zeros((T // S, *next_state.shape), device=device)  # at the start of each sequence [lstm 5]
     rewards = np.zeros((T, N), np.float32)
     terminations, truncations = np.zeros((2, T, N), bool)
@@ -631,17 +640,17 @@ def train(args: Args) -> Path:
             )
 
             # update
-            batch = [  # (B/S, S, ...): the sequences of each env, whole and in order [lstm 4]
-                x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)
-                for x in (obs, starts, actions, logprobs, advantages, values, returns)
-            ]
-            batch.append(states.flatten(0, 1))  # (B/S, K, 2, L, H)
+            in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
+            batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns)]
+            batch = [in_sequences(starts), states.flatten(0, 1), *batch]
             sequences = args.num_sequences // args.num_minibatches
             stats = []
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.num_sequences, device=device).split(sequences):  # [core 6]
-                    mb_obs, mb_starts, *mb, mb_states = (x[mb_inds] for x in batch)
-                    mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (x.flatten(0, 1) for x in mb)
+                    mb_starts, mb_states, *mb = (x[mb_inds] for x in batch)
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (
+                        x.flatten(0, 1) for x in mb
+                    )
                     _, newlogprob, entropy, newvalue, _ = policy(mb_obs, mb_states, mb_starts, mb_actions)
                     loss, mb_stats = loss_fn(
                         newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args

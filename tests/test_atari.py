@@ -83,14 +83,14 @@ class PlainGame:
     ("env_id", "steps", "frames"),
     [
         (BREAKOUT, 600, 108_000),
-        (MS_PACMAN, 900, 108_000),
+        (MS_PACMAN, 1500, 108_000),
         (PONG, 2000, 108_000),
         (BREAKOUT, 300, 400),
         (PONG, 300, 401),
     ],
 )
 def test_equals_the_plain_game(atari_script, without_noops, env_id, steps, frames):
-    """Catches: another observation, a game that restarts at a lost life, FIRE forgotten, returns per life or clipped."""
+    """Catches: another observation, a game that restarts at a lost life, no FIRE, returns of a life or clipped."""
     with (
         short_games(env_id, frames),
         contextlib.closing(atari_script.make_envs(small_args(atari_script, env_id=env_id), 1)) as envs,
@@ -106,7 +106,8 @@ def test_equals_the_plain_game(atari_script, without_noops, env_id, steps, frame
             lives_lost += game.life_starts
             clipped += abs(reward) > 1
             assert rewards[0] == np.sign(reward)
-            assert (terminations[0], truncations[0]) == (terminated or game.life_starts, truncated)
+            life_lost = game.life_starts and not truncated  # where the game is cut, the env tells no lost life
+            assert (terminations[0], truncations[0]) == (terminated or life_lost, truncated)
             assert bool(infos.get("_episode", [False])[0]) == (terminated or truncated)
             if terminated or truncated:
                 games += 1
@@ -117,9 +118,8 @@ def test_equals_the_plain_game(atari_script, without_noops, env_id, steps, frame
             np.testing.assert_array_equal(obs[0], expected)
     # the game had what the test is about
     assert games >= 2
-    assert (lives_lost > 0) == (env_id != PONG and frames == 108_000 or lives_lost > 0)
-    if env_id == MS_PACMAN:
-        assert clipped > 0
+    assert (lives_lost > 0) == (env_id != PONG)
+    assert (clipped > 0) == (env_id == MS_PACMAN)
 
 
 @pytest.mark.parametrize("env_id", GAMES)
@@ -139,21 +139,19 @@ def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_
 @pytest.mark.parametrize("env_id", GAMES)
 def test_several_games_do_not_mix(atari_script, env_id):
     """Catches: lives or FIRE of one game that act on another, and a result that depends on the threads."""
-    steps = 300
+    steps = 200
     args = small_args(atari_script, env_id=env_id)
     seeds = atari_script.env_seeds(args, 3, atari_script.TRAINING, 0)
     with contextlib.closing(atari_script.make_envs(args, 3)) as together:
         actions = random_actions(together, steps)
         first, _ = together.reset(seed=seeds)
         expected = [together.step(action) for action in actions]
-    starts = [obs.tobytes() for obs in first]
     for n in range(3):
         with contextlib.closing(atari_script.make_envs(args, 1)) as alone:
             np.testing.assert_array_equal(alone.reset(seed=[seeds[n]])[0][0], first[n])
             for action, ours in zip(actions, expected):
                 for x, y in zip(alone.step(action[[n]])[:4], ours[:4]):
                     np.testing.assert_array_equal(x[0], y[n])
-    assert len(starts) == 3
 
 
 def test_games_begin_with_no_ops(atari_script):
@@ -203,13 +201,13 @@ def test_a_game_is_truncated_at_108_000_frames(atari_script, without_noops):
     with contextlib.closing(atari_script.make_envs(args, 1)) as envs:  # waits at the start, where nothing harms it
         envs.reset(seed=[1])
         noop = np.zeros(1, np.int64)
-        for step in range(1, 28_000):
-            _, _, terminations, truncations, infos = envs.step(noop)
+        for _ in range(108_000 // 4 - 1):
+            _, _, terminations, truncations, _ = envs.step(noop)
             assert not terminations[0]
-            if truncations[0]:
-                break
-    assert step == 108_000 // 4
-    assert infos["episode"]["l"][0] == step
+            assert not truncations[0]
+        _, _, terminations, truncations, infos = envs.step(noop)
+    assert (terminations[0], truncations[0]) == (False, True)
+    assert infos["episode"]["l"][0] == 108_000 // 4
 
 
 class GarbageFinalObs(gym.vector.VectorWrapper):
@@ -226,21 +224,21 @@ class GarbageFinalObs(gym.vector.VectorWrapper):
             shape = (rows.sum(), *self.single_observation_space.shape)
             infos["final_obs"] = infos["final_obs"].copy()
             infos["final_obs"][rows] = self.rng.integers(0, 256, shape, np.uint8)
-            self.replaced += rows.sum() if rows.any() else 0
+            self.replaced += rows.sum()
         return obs, rewards, terminations, truncations, infos
 
 
 @pytest.mark.parametrize("where_truncated", [False, True])
 def test_final_observations_are_read_where_truncated_only(atari_script, monkeypatch, where_truncated):
     """Catches: the uninitialised rows of final_obs in the value of a state, or the next game's start in its place."""
-    args = small_args(atari_script, num_steps=32, total_timesteps=128, update_epochs=1)
+    args = small_args(atari_script, num_envs=4, num_steps=64, total_timesteps=768, update_epochs=1)
     make_envs, wrappers = atari_script.make_envs, []
 
     def make_envs_with_garbage(*args):
         wrappers.append(GarbageFinalObs(make_envs(*args), where_truncated))
         return wrappers[-1]
 
-    with short_games(args.env_id, 180):
+    with short_games(args.env_id, 600):
         run_dir = atari_script.train(args)
         monkeypatch.setattr(atari_script, "make_envs", make_envs_with_garbage)
         other_dir = atari_script.train(args)

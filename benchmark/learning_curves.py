@@ -1,0 +1,95 @@
+"""Train a script on several envs and seeds, a few runs at a time, and write their curves as CSV.
+
+Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --env-ids Hopper-v5 --seeds 1 2 3 --jobs 2
+       (what follows `--` goes to the script: ... -- --total-timesteps 500000)
+
+For each env it writes benchmark/results/SCRIPT__ENV.csv: seed, global_step, episodic_return (the mean over the episodes
+that ended in one iteration), and adds a line per run to benchmark/results/summary.csv: the mean return of the last 100
+episodes. A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read.
+"""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+
+
+def train(script: str, env_id: str, seed: int, work_dir: Path, extra: list[str]) -> Path:
+    """Train, or go on training, in work_dir; return the run's folder."""
+    name = f"{env_id.replace('/', '-')}__{Path(script).stem}__{seed}"
+    runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
+    arguments = ["--resume", str(runs[-1].parent)] if runs else ["--env-id", env_id, "--seed", str(seed)]
+    with open(work_dir / f"{name}.log", "a") as log:
+        command = [sys.executable, str(ROOT / script), *arguments, *extra]
+        subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
+    return sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))[-1].parent
+
+
+def read_curve(run_dir: Path, tag: str = "charts/episodic_return") -> list[tuple[int, float]]:
+    """The (step, value) pairs of one TensorBoard tag, all of them."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def write(script: str, env_id: str, runs: dict[int, Path]) -> None:
+    """Write the curves of one env, and its runs' lines of the summary."""
+    stem = f"{Path(script).stem}__{env_id.replace('/', '-')}"
+    with open(RESULTS / f"{stem}.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["seed", "global_step", "episodic_return"])
+        for seed, run_dir in sorted(runs.items()):
+            writer.writerows([seed, step, f"{value:.4g}"] for step, value in read_curve(run_dir))
+    summary, rows = RESULTS / "summary.csv", {}
+    if summary.exists():
+        with open(summary, newline="") as file:
+            rows = {(row["script"], row["env_id"], row["seed"]): row for row in csv.DictReader(file)}
+    for seed, run_dir in runs.items():
+        state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+        returns = state["recent_returns"]
+        key = (Path(script).stem, env_id, str(seed))
+        mean = f"{sum(returns) / len(returns):.2f}"
+        row = [*key, state["global_step"], len(returns), mean]
+        rows[key] = dict(zip(["script", "env_id", "seed", "global_step", "episodes", "mean_return"], row))
+    with open(summary, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["script", "env_id", "seed", "global_step", "episodes", "mean_return"])
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", required=True)
+    parser.add_argument("--env-ids", nargs="+", required=True)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work-dir", type=Path, default=Path("runs-benchmark"))
+    ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    args, extra = parser.parse_args(ours), sys.argv[len(ours) + 2 :]
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    runs, lock = {env_id: {} for env_id in args.env_ids}, threading.Lock()
+
+    def job(env_id: str, seed: int) -> None:
+        run_dir = train(args.script, env_id, seed, args.work_dir.resolve(), extra)
+        with lock:  # what is known so far is written after each run
+            runs[env_id][seed] = run_dir
+            write(args.script, env_id, runs[env_id])
+        print(f"{env_id} seed {seed}: {run_dir}", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for future in [pool.submit(job, env_id, seed) for seed in args.seeds for env_id in args.env_ids]:
+            future.result()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,734 @@
+"""Train a recurrent PPO agent (LSTM) on Atari games, one frame at a time.
+
+Train:     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
+Resume:    python ppo_atari_lstm.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
+Evaluate:  python ppo_atari_lstm.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
+
+Differs from ppo_atari.py as ppo_lstm.py differs from ppo.py: an LSTM between the CNN and the heads, minibatches of whole
+sequences. It sees one frame at a time: where things move to must be remembered.
+
+"PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
+is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
+S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
+"""
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch==2.13.0",
+#   "gymnasium==1.4.0",
+#   "ale-py==0.12.1",
+#   "opencv-python-headless==5.0.0.93",
+#   "numpy==2.4.6",
+#   "tyro==1.0.17",
+#   "tensorboard==2.21.0",
+#   "wandb==0.31.0",
+#   "tqdm==4.70.1",
+#   "moviepy==2.2.1",
+# ]
+# ///
+
+import argparse
+import contextlib
+import difflib
+import io
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, RecordVideo
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+TRAINING, EVALUATION = range(2)  # keys of the env streams, see env_seeds
+
+
+class UserError(ValueError):
+    """Bad input: shown as one sentence, with exit code 2, before anything is written."""
+
+
+@dataclass
+class Args:
+    # experiment
+
+    exp_name: str = Path(__file__).stem  # part of the run folder's name
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    cuda: bool = True  # use a GPU if there is one
+    torch_threads: int = 0  # CPU threads of torch, 0 for one per core
+    bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it: about twice as fast
+    compile: bool = False  # torch.compile the policy and the loss; pays off in long runs
+    track: bool = False  # log to wandb too
+    wandb_project_name: str = "ppo"  # wandb project
+    wandb_entity: str | None = None  # wandb team; None: your own account
+    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
+    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    checkpoint_every: int = 100  # iterations between checkpoints
+    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    eval_episodes: int = 0  # whole episodes to play at the end of training, or of --evaluate (10 there if 0)
+    eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
+    deterministic: bool = False  # evaluate with the most likely action instead of a sample
+    capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
+
+    # environment
+
+    env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
+    num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
+    env_threads: int = 0  # threads that emulate the games, 0 for one per core
+
+    # algorithm
+
+    total_timesteps: int = 10_000_000  # env steps in the whole run, each of 4 frames
+    learning_rate: float = 2.5e-4  # Adam's step size; 1e-4 to 1e-3
+    num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
+    anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
+    gamma: float = 0.99  # discount per step; 0.9 to 0.999
+    gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
+    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.9 to 1
+    num_minibatches: int = 4  # minibatches per epoch; 1 to 32
+    update_epochs: int = 4  # passes over each batch; 3 to 10
+    norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
+    clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
+    anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
+    clip_vloss: bool = True  # clip the change of the value too [core 9]; in no paper, rarely helps
+    ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
+    vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
+    max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
+    target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
+    seq_len: int = 0  # S, steps per training sequence, a divisor of num_steps; 0: the whole rollout [lstm 4]
+    hidden_size: int = 128  # H, units of each LSTM layer
+    num_layers: int = 1  # L, layers of the LSTM
+
+    batch_size: int = field(init=False)
+    num_sequences: int = field(init=False)
+    minibatch_size: int = field(init=False)
+    num_iterations: int = field(init=False)
+
+    def __post_init__(self):
+        def require(names: str, valid, rule: str):
+            for name in names.split():
+                if not valid(getattr(self, name)):
+                    raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(self, name)}")
+
+        require(
+            "num_envs num_steps num_minibatches update_epochs checkpoint_every hidden_size num_layers",
+            lambda x: x >= 1,
+            "at least 1",
+        )
+        require("learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
+        require("target_kl", lambda x: x is None or x > 0, "a positive number")
+        require("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
+        require(
+            "ent_coef vf_coef seed torch_threads env_threads eval_episodes eval_every seq_len",
+            lambda x: 0 <= x < math.inf,
+            "0 or more",
+        )
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // self.num_minibatches
+        self.num_iterations = self.total_timesteps // self.batch_size
+        batch = f"a batch of --num-envs x --num-steps = {self.batch_size} steps"
+        require("total_timesteps", lambda x: x >= self.batch_size, f"at least {batch}")
+        require("num_minibatches", lambda x: self.batch_size % x == 0, f"a divisor of {batch}")
+        require("num_minibatches", lambda _: not self.norm_adv or self.minibatch_size > 1, f"less than half of {batch}")
+        require("seq_len", lambda x: not x or self.num_steps % x == 0, "a divisor of --num-steps, or 0")
+        self.num_sequences = self.batch_size // (self.seq_len or self.num_steps)
+        require(
+            "num_minibatches", lambda x: self.num_sequences % x == 0, f"a divisor of {self.num_sequences} sequences"
+        )
+        require("eval_every", lambda x: x % self.checkpoint_every == 0, "a multiple of --checkpoint-every")
+        if (self.evaluate or self.capture_video or self.eval_every) and not self.eval_episodes:
+            self.eval_episodes = 10
+
+
+class AtariLives(VectorWrapper):
+    """Ends the value's horizon, but not the game, at a lost life [atari 3], and gives rewards by their sign [atari 6].
+
+    The first action of each life is FIRE, in games that have it, whatever the agent chose [atari 4]: a game that waits
+    for FIRE would else never go on. To the agent this is how the env works, so training stays on-policy.
+    """
+
+    def __init__(self, envs: VectorEnv, fire: int | None):
+        super().__init__(envs)
+        self.fire = fire
+
+    def reset(self, *, seed=None, options=None):
+        if isinstance(self.unwrapped, AtariVectorEnv) and seed is not None:
+            seed = np.asarray(seed)
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.lives, self.life_starts = infos["lives"], np.ones(self.num_envs, bool)
+        return obs, infos
+
+    def step(self, actions):
+        if self.fire is not None:
+            actions = np.where(self.life_starts, self.fire, actions)
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        # a finished game has been reset: its lives are full again, and so have not fallen
+        life_lost = (infos["lives"] > 0) & (infos["lives"] < self.lives)
+        self.lives, self.life_starts = infos["lives"], life_lost | terminations | truncations
+        return obs, np.sign(rewards), terminations | life_lost, truncations, infos
+
+
+def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
+    """Return `num_envs` games in SAME_STEP autoreset, with the unclipped returns of whole games in their infos.
+
+    Observations are (1, 84, 84) uint8: grey, resized [atari 5], a single frame. A game begins with up
+    to 30 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; 108,000 frames
+    truncate a game. infos["final_obs"] is valid only where a game ended. `video_dir` is where the games are recorded,
+    if given: then they run in gymnasium's own wrappers, whose observations are the same. Raises UserError for an id
+    that is no Atari game.
+    """
+    try:
+        gym.register_envs(ale_py)
+        spec = gym.spec(args.env_id)
+    except gym.error.Error as error:
+        near = ", ".join(difflib.get_close_matches(args.env_id, gym.registry)) or "none"
+        raise UserError(f"cannot make the env {args.env_id}: {error} (registered ids like it: {near})") from None
+    if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
+        raise UserError(
+            f"{args.env_id} is no Atari game with a fixed frame skip: give an id like BreakoutNoFrameskip-v4 or "
+            "ALE/Breakout-v5, or use ppo.py for Discrete actions and vectors, ppo_continuous_action.py for Box actions"
+        )
+    frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
+
+    def make_recorded_env() -> gym.Env:
+        env = gym.make(args.env_id, frameskip=1, render_mode="rgb_array", disable_env_checker=True)
+        env = AtariPreprocessing(env, noop_max=30, frame_skip=frame_skip)
+        env = RecordVideo(
+            env, str(video_dir), episode_trigger=lambda _: True, fps=60 // frame_skip, disable_logger=True
+        )
+        return FrameStackObservation(env, 1, padding_type="zero")
+
+    if video_dir:
+        envs = SyncVectorEnv([make_recorded_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    else:
+        envs = AtariVectorEnv(
+            **spec.kwargs | dict(frameskip=frame_skip),
+            num_envs=num_envs,
+            num_threads=args.env_threads,
+            stack_num=1,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            noop_max=30,
+            reward_clipping=False,  # AtariLives does it, after the returns were recorded
+            use_fire_reset=False,  # AtariLives does it, at every life
+        )
+    with contextlib.closing(gym.make(args.env_id)) as env:
+        actions = env.unwrapped.get_action_meanings()
+    return AtariLives(RecordEpisodeStatistics(envs), actions.index("FIRE") if "FIRE" in actions else None)
+
+
+def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
+    """Return a seed for each env; other run seeds and other keys give other streams."""
+    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
+    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
+
+
+def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -> nn.Module:
+    """Orthogonal weights of gain `std` and a constant bias [core 2]."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias)
+    return layer
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+
+
+def pack_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut sequences where an episode starts, so that a library LSTM kernel can run over them without a reset inside.
+
+    `starts` is (M, S). The pieces are laid out as in torch's PackedSequence: longest first, step by step. Returns
+    `order` (M*S,), the flat positions in that layout; `batch_sizes` (longest piece,), how many pieces reach each step;
+    `sequence` (pieces,), which sequence each is from; `carried` (pieces,), 1. where it goes on from the stored state.
+    """
+    num_sequences, seq_len = starts.shape
+    begins = starts > 0
+    begins[:, 0] = True
+    begins = begins.flatten().nonzero().squeeze(1)
+    ends = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])])
+    lengths, longest_first = (ends - begins).sort(descending=True, stable=True)
+    begins = begins[longest_first]
+    steps = torch.arange(int(lengths[0]), device=starts.device)[:, None]  # (longest piece, 1)
+    reached = steps < lengths  # (longest piece, pieces)
+    carried = (begins % seq_len == 0).float() * (1 - starts.flatten()[begins])
+    return (begins + steps)[reached], reached.sum(1).cpu(), begins // seq_len, carried
+
+
+class Memory(nn.Module):
+    """`num_lstms` LSTMs side by side, whose state is zeroed wherever an episode starts [lstm 3]."""
+
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int, num_lstms: int):
+        super().__init__()
+        self.lstms = nn.ModuleList(nn.LSTM(input_size, hidden_size, num_layers) for _ in range(num_lstms))
+        for name, parameter in self.named_parameters():  # [lstm 1]
+            nn.init.constant_(parameter, 0.0) if "bias" in name else nn.init.orthogonal_(parameter, 1.0)
+
+    def initial_state(self, num_envs: int) -> Tensor:
+        """Zeros [lstm 2], (num_envs, K, 2, L, H)."""
+        lstm = self.lstms[0]
+        return lstm.weight_hh_l0.new_zeros(num_envs, len(self.lstms), 2, lstm.num_layers, lstm.hidden_size)
+
+    def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
+
+        One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) ->
+        features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
+        """
+        features = []
+        if starts.dim() == 1:
+            state = state * (1 - starts).view(-1, 1, 1, 1, 1)
+            next_state = torch.empty_like(state)
+            for k, lstm in enumerate(self.lstms):
+                h, c = state[:, k].permute(1, 2, 0, 3).contiguous()  # (2, L, N, H)
+                _, (h, c) = lstm(x[None], (h, c))
+                features.append(h[-1])
+                next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
+            return features, next_state
+        order, batch_sizes, sequence, carried = pack_episodes(starts)
+        x, back = x[order], order.argsort()
+        first = state[sequence] * carried.view(-1, 1, 1, 1, 1)
+        for k, lstm in enumerate(self.lstms):
+            h, c = first[:, k].permute(1, 2, 0, 3).contiguous()
+            packed, _ = lstm(PackedSequence(x, batch_sizes), (h, c))
+            features.append(packed.data[back])
+        return features, state
+
+
+class Agent(nn.Module):
+    """The CNN of Mnih et al. 2015 on one frame, then an LSTM, both shared by an actor and a critic [atari 8]."""
+
+    bf16 = False
+
+    def __init__(self, envs: VectorEnv, hidden_size: int = 128, num_layers: int = 1):
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(1, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.memory = Memory(512, hidden_size, num_layers, num_lstms=1)
+        self.critic = layer_init(nn.Linear(hidden_size, 1), std=1.0)
+        self.actor = layer_init(nn.Linear(hidden_size, envs.single_action_space.n), std=0.01)
+
+    def encode(self, obs: Tensor) -> Tensor:
+        """Features: (N, 1, 84, 84) uint8 -> (N, 512) float32."""
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255  # [atari 9]
+            return self.network(pixels).float()
+
+    def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
+        features, _ = self.memory(self.encode(obs), state, starts)
+        return self.critic(features[-1]).squeeze(-1)
+
+    def get_action_and_value(
+        self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
+    ):
+        """Return the action (N, *A), sampled unless given, log-probability, entropy, value, all (N,), and next state.
+
+        With sequences, starts is (M, S) and N is M*S.
+        """
+        (hidden,), state = self.memory(self.encode(obs), state, starts)
+        log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; a Categorical in the open, and faster
+        if action is None:
+            action = log_probs.argmax(-1) if deterministic else log_probs.exp().multinomial(1).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        logprob, value = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), self.critic(hidden).squeeze(-1)
+        return action, logprob, entropy, value, state
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N), float.
+
+    next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
+    terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 12
+    decays = gamma * gae_lambda * (1 - dones)
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])  # (N,)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
+    return advantages, advantages + values
+
+
+def ppo_loss(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    new_values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    entropy: Tensor,
+    args: Args,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, PPO eq. 9 negated, and its parts and diagnostics, all 0-d; every tensor given is (M,)."""
+    logratio = new_logprobs - old_logprobs
+    ratio = logratio.exp()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # [core 7]
+
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()  # PPO eq. 7 [core 8]
+
+    v_loss = (new_values - returns) ** 2
+    if args.clip_vloss:  # the larger of two errors [core 9]
+        v_clipped = old_values + (new_values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss  # [core 10]
+    with torch.no_grad():  # [core 12]
+        old_approx_kl = (-logratio).mean()
+        approx_kl = ((ratio - 1) - logratio).mean()  # unbiased as well, and never negative
+        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    stats = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy_loss.detach())
+    return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
+
+
+def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False) -> list[float]:
+    """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
+
+    Videos go to the folder `videos` beside the checkpoint. Training's random stream is left where it was.
+    """
+    state = load_checkpoint(checkpoint)
+    args = Args(**state["args"])
+    video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
+    envs = make_envs(args, 1, video_dir)
+    agent = Agent(envs, args.hidden_size, args.num_layers)
+    load_checkpoint(checkpoint, agent)
+    agent_state, starts = agent.memory.initial_state(1), torch.ones(1)
+    returns = []
+    with contextlib.closing(envs), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(args.seed)
+        obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
+        while len(returns) < episodes:
+            action, _, _, _, agent_state = agent.get_action_and_value(
+                torch.as_tensor(obs), agent_state, starts, deterministic=deterministic
+            )
+            obs, _, terminations, truncations, infos = envs.step(action.numpy())
+            starts = torch.as_tensor(terminations | truncations).float()
+            if "episode" in infos:
+                returns += infos["episode"]["r"].tolist()
+    print(
+        f"evaluation: mean return {np.mean(returns):.2f} ± {np.std(returns):.2f}, "
+        f"min {min(returns):.2f}, max {max(returns):.2f} over {episodes} episodes"
+    )
+    return returns
+
+
+def save_checkpoint(path: Path, args: Args, agent: Agent, optimizer: torch.optim.Optimizer, progress: dict) -> None:
+    """Write all that a resumed run needs; a kill or a full disk leaves the old file or this one, never a torn one."""
+    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+    plain_args = {f.name: getattr(args, f.name) for f in fields(args) if f.init} | dict(resume=None, evaluate=None)
+    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=plain_args, rng=rng, **progress)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path.with_suffix(".tmp"), path)
+    except OSError as error:
+        sys.exit(f"error: cannot write {path}: {error.strerror}; the checkpoint before it, if any, is still good")
+
+
+def load_checkpoint(path: Path, agent: Agent | None = None) -> dict:
+    """Read a checkpoint onto the CPU, without running code from it, and load its parameters into `agent`, if given.
+
+    Raises UserError for a file that is missing, torn, foreign or hostile, and for a network that is not the agent's.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        Args(**state["args"])
+        if missing := {"agent", "optimizer", "iteration", "global_step", "rng"} - state.keys():
+            raise KeyError(*missing)
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}: give a run's folder, as printed when the run began") from None
+    except Exception as error:  # whatever a stranger's file may raise
+        raise UserError(f"{path} is no checkpoint of this script ({type(error).__name__})") from None
+    if agent:
+        try:
+            agent.load_state_dict(state["agent"])
+        except RuntimeError:
+            raise UserError(f"{path} holds another network than this one: undo the change or start a new run") from None
+    return state
+
+
+@contextlib.contextmanager
+def catch_signals():
+    """Yield a list that collects SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
+    received = []
+
+    def handler(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, old_handler in previous.items():
+            signal.signal(signum, old_handler)
+
+
+def start_wandb(args: Args, run_dir: Path, run_id: str | None):
+    """Mirror TensorBoard's log to a wandb run, `run_id` if given, and return that run, or None where wandb fails."""
+    try:
+        import wandb
+
+        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=run_dir)
+        return wandb.init(**names, id=run_id, resume="allow", config=vars(args), sync_tensorboard=True)
+    except Exception as error:  # no network, no login: no reason to stop training
+        print(f"wandb is off for this run: {error}", file=sys.stderr)
+
+
+def print_args(args: Args) -> None:
+    """Print the arguments, those that differ from their default with a star and the default beside them."""
+    for f in fields(args):
+        value = getattr(args, f.name)
+        changed = f.init and value != f.default
+        print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
+
+
+def train(args: Args) -> Path:
+    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.torch_threads or os.cpu_count())
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args.hidden_size, args.num_layers).to(device)
+    agent.bf16 = args.bf16 and has_bf16(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
+    policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
+    loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
+
+    global_step, wandb_id, recent_returns = 0, None, deque(maxlen=100)
+    if args.resume:
+        run_dir = Path(args.resume)
+        state = load_checkpoint(run_dir / "checkpoint.pt", agent)
+        if state["args"]["env_id"] != args.env_id:
+            raise UserError(f"{run_dir} trains on {state['args']['env_id']}: start a new run for {args.env_id}")
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if device.type == "cuda" and state["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        global_step, wandb_id = state["global_step"], state["wandb_id"]
+        recent_returns.extend(state["recent_returns"])
+    else:
+        now = int(time.time())
+        while (run_dir := Path(f"runs/{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{now}")).exists():
+            now += 1
+        try:
+            run_dir.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {run_dir}: {error.strerror}") from None
+    print_args(args)
+    print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}")
+    wandb_run = start_wandb(args, run_dir, wandb_id) if args.track else None
+
+    to_tensor = lambda array: torch.as_tensor(array, device=device)
+    T, N, S = args.num_steps, args.num_envs, args.seq_len or args.num_steps
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
+    actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
+    logprobs, values, final_values = torch.zeros((3, T, N), device=device)
+    starts = torch.zeros((T, N), device=device)  # 1. where an observation opens an episode
+    next_state = agent.memory.initial_state(N)
+    states = torch.zeros((T // S, *next_state.shape), device=device)  # at the start of each sequence [lstm 5]
+    rewards = np.zeros((T, N), np.float32)
+    terminations, truncations = np.zeros((2, T, N), bool)
+
+    start_step, start_time, last_print = global_step, time.time(), time.time()
+    iteration = global_step // args.batch_size
+    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
+    next_starts = torch.ones(N, device=device)
+    with (
+        contextlib.closing(envs),
+        catch_signals() as stop,
+        SummaryWriter(run_dir, purge_step=global_step + 1) as writer,
+        tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=None, dynamic_ncols=True) as bar,
+    ):
+        while True:  # iteration counts those completed
+            finished = iteration >= args.num_iterations
+            due = finished or iteration % args.checkpoint_every == 0
+            if due or (stop and not args.exact_resume):
+                writer.flush()  # the log is never behind the checkpoint
+                progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
+                progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
+                save_checkpoint(run_dir / "checkpoint.pt", args, agent, optimizer, progress)
+                if args.exact_resume:  # ends the episodes as a time limit does: their last step is bootstrapped below
+                    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
+                    next_starts = torch.ones(N, device=device)
+            eval_due = args.eval_every and iteration % args.eval_every == 0 and global_step > start_step
+            if args.eval_episodes and not stop and (finished or eval_due):
+                eval_options = args.eval_episodes, args.deterministic, args.capture_video
+                eval_returns = evaluate(run_dir / "checkpoint.pt", *eval_options)
+                writer.add_scalar("eval/episodic_return", np.mean(eval_returns), global_step)
+                if wandb_run and args.capture_video:  # explicitly: wandb's monitor_gym breaks current gymnasium
+                    videos = (run_dir / f"videos/step_{global_step}").glob("*.mp4")
+                    import wandb
+
+                    wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(videos)]})
+            if finished or stop:
+                break
+
+            remaining = 1 - iteration / args.num_iterations  # from 1 down to 1 / num_iterations
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)  # [core 4]
+            loss_args = replace(args, clip_coef=remaining * args.clip_coef) if args.anneal_clip else args
+
+            # rollout
+            episodes = []  # (return, length) of each that ends in this rollout
+            with torch.no_grad():
+                for step in range(T):
+                    obs[step], starts[step] = torch.as_tensor(next_obs), next_starts
+                    if step % S == 0:
+                        states[step // S] = next_state
+                    actions[step], logprobs[step], _, values[step], next_state = policy(
+                        obs[step], next_state, starts[step]
+                    )
+                    env_actions = actions[step].cpu().numpy()
+                    next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
+                    if (cut := truncations[step]).any():  # V of where the episode stopped, not of the next one's start
+                        final_obs = to_tensor(np.stack(infos["final_obs"][cut]))
+                        final_values[step, cut] = agent.get_value(
+                            final_obs, next_state[cut], torch.zeros(len(final_obs), device=device)
+                        )
+                    next_starts = to_tensor(terminations[step] | truncations[step]).float()
+                    if "episode" in infos:
+                        ended = infos["_episode"]
+                        episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
+                last_value = agent.get_value(to_tensor(next_obs), next_state, next_starts)
+                next_values = torch.cat([values[1:], last_value[None]])
+                next_values = torch.where(to_tensor(truncations), final_values, next_values)
+            global_step += args.batch_size
+            iteration += 1
+
+            # advantages
+            dones = to_tensor(terminations | truncations).float()
+            gae_lambda = args.gae_lambda if args.gae else 1.0  # with lambda 1 the returns are n-step returns
+            advantages, returns = compute_gae(
+                to_tensor(rewards), values, next_values, to_tensor(terminations).float(), dones, args.gamma, gae_lambda
+            )
+
+            # update
+            in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
+            batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns)]
+            batch = [in_sequences(starts), states.flatten(0, 1), *batch]
+            sequences = args.num_sequences // args.num_minibatches
+            stats = []
+            for _ in range(args.update_epochs):
+                for mb_inds in torch.randperm(args.num_sequences, device=device).split(sequences):  # [core 6]
+                    mb_starts, mb_states, *mb = (x[mb_inds] for x in batch)
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (
+                        x.flatten(0, 1) for x in mb
+                    )
+                    _, newlogprob, entropy, newvalue, _ = policy(mb_obs, mb_states, mb_starts, mb_actions)
+                    loss, mb_stats = loss_fn(
+                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
+                    )
+                    optimizer.zero_grad()
+                    loss.backward()
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
+                    if not torch.isfinite(grad_norm):
+                        raise FloatingPointError(
+                            f"the loss or its gradient is not finite at step {global_step}: look for NaN in the env's "
+                            f"observations and rewards, or lower --learning-rate; {run_dir}/checkpoint.pt is still good"
+                        )
+                    optimizer.step()
+                    stats.append(mb_stats)
+                epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
+                if args.target_kl is not None and torch.stack(epoch_kls).mean() > args.target_kl:  # [aux 3]
+                    break
+
+            # log: means over the whole update, fetched at once [core 12]
+            means = torch.stack([torch.stack(list(mb_stats.values())) for mb_stats in stats]).mean(0).tolist()
+            scalars = {f"losses/{name}": mean for name, mean in zip(mb_stats, means)}
+            scalars["losses/explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+            if episodes:
+                scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
+                recent_returns.extend(episode_return for episode_return, _ in episodes)
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, global_step)
+            mean_return = np.mean(recent_returns) if recent_returns else math.nan
+            bar.set_postfix_str(f"mean return {mean_return:.1f}", refresh=False)
+            bar.update(args.batch_size)
+            if bar.disable and time.time() - last_print > 5:  # not a terminal: plain lines instead of the bar
+                last_print = time.time()
+                sps, left = scalars["charts/SPS"], (args.total_timesteps - global_step) / scalars["charts/SPS"]
+                print(
+                    f"{global_step:,} steps, {sps:,.0f} steps/s, {left:,.0f} s left, mean return {mean_return:.1f}",
+                    flush=True,
+                )
+
+    if wandb_run:
+        wandb_run.finish()
+    mean_return = np.mean(recent_returns) if recent_returns else math.nan
+    print(f"{global_step:,} steps, {time.time() - start_time:.0f} s, mean return {mean_return:.1f}, in {run_dir}")
+    if stop and not finished:
+        command = ["python", os.path.relpath(__file__), "--resume", str(run_dir)]
+        print(f"stopped by signal {stop[0]}; to go on: {shlex.join(command)}")
+        sys.exit(128 + stop[0])
+    return run_dir
+
+
+def parse_args() -> Args:
+    """Read the command line, upon the arguments of the run to resume, if there is one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    run_dir = parser.parse_known_args()[0].resume
+    default = Args(**load_checkpoint(Path(run_dir) / "checkpoint.pt")["args"]) if run_dir else Args()
+    return replace(tyro.cli(Args, default=default, description=__doc__))  # replace: derived sizes anew
+
+
+if __name__ == "__main__":
+    try:
+        args = parse_args()
+        if args.evaluate:
+            checkpoint = Path(args.evaluate) / "checkpoint.pt"
+            evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video)
+        else:
+            train(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

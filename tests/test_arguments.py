@@ -1,0 +1,212 @@
+"""The command line: bad input is one sentence, exit code 2, and no file; good input does what --help says."""
+
+import dataclasses
+import os
+import re
+import runpy
+import subprocess
+import sys
+import termios
+
+import pytest
+from conftest import ROOT, SCRIPTS, SMALL, flags, run_script, small_args
+
+# flags that users of any script rely on
+CONTRACT = """
+    exp-name seed torch-deterministic cuda compile track wandb-project-name wandb-entity resume exact-resume
+    checkpoint-every evaluate eval-episodes deterministic capture-video env-id num-envs total-timesteps learning-rate
+    num-steps anneal-lr gamma gae gae-lambda num-minibatches update-epochs norm-adv clip-coef anneal-clip clip-vloss
+    ent-coef vf-coef max-grad-norm target-kl
+"""
+
+BAD_NUMBERS = """
+    num-envs=0 num-envs=-1 num-steps=0 num-minibatches=0 num-minibatches=-2 update-epochs=0 checkpoint-every=0
+    learning-rate=0 learning-rate=-0.1 learning-rate=nan learning-rate=inf clip-coef=0 clip-coef=nan max-grad-norm=0
+    target-kl=0 target-kl=-1 target-kl=nan gamma=-0.1 gamma=1.01 gamma=nan gae-lambda=-0.1 gae-lambda=1.01
+    ent-coef=-0.1 ent-coef=nan vf-coef=-1 vf-coef=inf seed=-1 seed=99999999999999999999 eval-episodes=-1
+    total-timesteps=0 total-timesteps=-1 total-timesteps=7 num-minibatches=3 num-minibatches=100000
+    num-envs=four num-envs=4.5 learning-rate=fast gamma= seed=1.5
+"""
+
+# an env with other spaces than the script's, and a word of the answer that helps
+WRONG_ENVS = {
+    "ppo": [
+        ("Pendulum-v1", "ppo_continuous_action.py"),
+        ("probe_envs:EndlessMultiDiscrete-v0", "ppo_multidiscrete.py"),
+        ("FrozenLake-v1", "FlattenObservation"),
+        ("probe_envs:NoSuchEnv-v0", "probe_envs:NoSuchEnv-v0"),
+        ("no_such_module:Env-v0", "no_such_module"),
+        ("", "env"),
+    ],
+    "ppo_atari": [
+        ("CartPole-v1", "ppo.py"),
+        ("Pendulum-v1", "ppo_continuous_action.py"),
+        ("Breakout-v4", "BreakoutNoFrameskip-v4"),
+        ("", "env"),
+    ],
+    "ppo_continuous_action": [("CartPole-v1", "ppo.py")],
+}
+
+
+@pytest.fixture
+def main(monkeypatch, capfd):
+    """Runs a script as `python SCRIPT.py ...` would, in this process; returns exit code, stdout and stderr."""
+
+    def run(module, *argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *argv])
+        capfd.readouterr()
+        try:
+            runpy.run_path(str(ROOT / f"{module.__name__}.py"), run_name="__main__")
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def small_flags(module, **changes) -> list[str]:
+    return flags(**SMALL[module.__name__] | changes)
+
+
+def assert_refused(result: tuple[int, str, str], *words: str):
+    """The input was refused as the user should see it, and nothing was written or begun."""
+    code, out, err = result
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert "starting" not in out
+    assert [word for word in words if word not in err] == [], err
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("setting", BAD_NUMBERS.split())
+def test_bad_numbers(script, main, setting):
+    """Catches: a value that crashes an hour later, trains on NaN, or is silently rounded."""
+    flag, value = setting.split("=")
+    assert_refused(main(script, *small_flags(script), f"--{flag}={value}"), flag)
+
+
+@pytest.mark.parametrize("argv", [["--no-such-flag", "1"], ["--batch-size", "64"], ["stray"], ["--num-envs"]], ids=str)
+def test_bad_flags(script, main, argv):
+    """Catches: a mistyped flag that is ignored, and a derived size that can be set and is then overwritten."""
+    assert_refused(main(script, *small_flags(script), *argv), argv[0])
+
+
+def test_unknown_env_id(script, main):
+    """Catches: a typo in the id answered by a traceback, and by no hint."""
+    env_id = script.Args().env_id
+    result = main(script, *small_flags(script), "--env-id", env_id[:3] + env_id[4:])
+    assert_refused(result, env_id)
+    assert len(result[2].strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "word"), [(name, *case) for name in SCRIPTS for case in WRONG_ENVS.get(name, [])]
+)
+def test_wrong_env(main, name, env_id, word):
+    """Catches: spaces that fail deep in the network, or that train nonsense, where another script would do."""
+    script = __import__(name)
+    result = main(script, *small_flags(script), "--env-id", env_id)
+    assert_refused(result, word)
+    assert len(result[2].strip().splitlines()) == 1
+
+
+def test_exit_code_of_the_process(script):
+    """Catches: a refusal that a shell script takes for success."""
+    result = run_script(script.__name__, "--num-envs", "0")
+    assert_refused((result.returncode, result.stdout, result.stderr), "--num-envs must be at least 1, not 0")
+
+
+def test_sizes(script):
+    """Catches: derived sizes that disagree with the flags, and good values at the edge that are refused."""
+    args = small_args(script)
+    assert args.batch_size == args.num_envs * args.num_steps
+    assert args.minibatch_size * args.num_minibatches == args.batch_size
+    assert args.num_iterations == args.total_timesteps // args.batch_size
+    assert small_args(script, total_timesteps=args.batch_size).num_iterations == 1
+    assert small_args(script, total_timesteps=2 * args.batch_size - 1).num_iterations == 1
+    small_args(script, gamma=0.0, gae_lambda=0.0, ent_coef=0.0, vf_coef=0.0, seed=0, eval_episodes=0)
+    small_args(script, gamma=1.0, gae_lambda=1.0)
+    script.Args()
+
+
+def test_defaults_are_those_of_the_37_details(script):
+    """Catches: a default changed for an experiment, and left."""
+    args = script.Args()
+    assert (args.gae_lambda, args.gamma, args.max_grad_norm, args.vf_coef) == (0.95, 0.99, 0.5, 0.5)
+    assert (args.anneal_lr, args.gae, args.norm_adv, args.target_kl) == (True, True, True, None)
+    if script.__name__ in ("ppo", "ppo_atari"):
+        assert (args.learning_rate, args.ent_coef, args.clip_vloss) == (2.5e-4, 0.01, True)
+        assert (args.num_steps, args.num_minibatches, args.update_epochs) == (128, 4, 4)
+        sizes = {"ppo": (4, 500_000, 0.2), "ppo_atari": (8, 10_000_000, 0.1)}
+        assert (args.num_envs, args.total_timesteps, args.clip_coef) == sizes[script.__name__]
+
+
+def test_help(script, main):
+    """Catches: a flag without help, a flag that vanished, and help that fails to be drawn."""
+    code, out, err = main(script, "--help")
+    assert (code, err) == (0, "")
+    listed = set(re.findall(r"--([a-z][\w-]*)", out))
+    assert set(CONTRACT.split()) - listed == set()
+    for field in dataclasses.fields(script.Args):
+        assert (field.name.replace("_", "-") in listed) == field.init
+    source = (ROOT / f"{script.__name__}.py").read_text()
+    for field in dataclasses.fields(script.Args):
+        if field.init:
+            comment = re.search(rf"(?m)^    {field.name}: .*  # (.*)$", source).group(1)
+            # drawn in columns: at least the first two words are there, beside or below the flag
+            assert " ".join(comment.split()[:2]) in " ".join(re.sub("[│╭╮╰╯─]", " ", out).split()), field.name
+
+
+def test_table_of_arguments(script, capsys):
+    """Catches: a run whose log does not tell what was changed."""
+    args = small_args(script, seed=7, gamma=0.5)
+    script.print_args(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(dataclasses.fields(args))
+    for line, field in zip(lines, dataclasses.fields(args)):
+        value = getattr(args, field.name)
+        assert line[1:].split()[0] == field.name
+        assert str(value) in line
+        changed = field.init and value != field.default
+        assert line.startswith("*") == changed
+        assert (f"(default {field.default})" in line) == changed
+    assert sum(line.startswith("*") for line in lines) >= 2 + len(SMALL[script.__name__]) - 1
+
+
+def test_a_run_shows_progress_and_where_it_went(script):
+    """Catches: a log with a line an episode, without the run's folder, or full of escape codes where it is a file."""
+    result = run_script(script.__name__, *small_flags(script))
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = os.listdir("runs")
+    assert run_dir.startswith(
+        f"{script.Args(**SMALL[script.__name__]).env_id.replace('/', '-')}__{script.__name__}__1__"
+    )
+    assert f"starting runs/{run_dir} on cpu" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert f"runs/{run_dir}" in last
+    assert "mean return" in last
+    assert "\r" not in result.stdout + result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) < len(dataclasses.fields(script.Args)) + 10
+
+
+def test_progress_bar_in_a_terminal(script):
+    """Catches: a bar that shows other steps than were taken, or none at all to a person at a terminal."""
+    primary, secondary = os.openpty()
+    termios.tcsetwinsize(secondary, (24, 120))
+    command = [sys.executable, str(ROOT / f"{script.__name__}.py"), *small_flags(script)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=secondary) as process:
+        os.close(secondary)
+        shown = b""
+        try:
+            while chunk := os.read(primary, 4096):
+                shown += chunk
+        except OSError:  # how a pseudo-terminal says that the other end is closed
+            pass
+    os.close(primary)
+    assert process.returncode == 0
+    total = SMALL[script.__name__]["total_timesteps"]
+    assert f"{total}/{total}" in shown.decode()
+    assert "steps" in shown.decode()
+    assert "mean return" in shown.decode()
