@@ -173,7 +173,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Box)):
         envs.close()
         raise UserError(
-            f"{args.env_id} has observations {obs_space} and actions {action_space}; this script needs a vector and "
+            f"{args.env_id} has observations {obs_space} and actions {action_space}, this script is for vectors and "
             "Box: use ppo.py for Discrete actions, ppo_multidiscrete.py for MultiDiscrete ones, "
             "ppo_atari.py for Atari games, gymnasium's FlattenObservation for other observations"
         )
@@ -421,6 +421,14 @@ def start_wandb(args: Args, run_dir: Path, run_id: str | None):
         print(f"wandb is off for this run: {error}", file=sys.stderr)
 
 
+def log_videos(wandb_run, video_dir: Path) -> None:
+    """Send recorded videos to wandb, if it is on; explicitly, for its monitor_gym breaks current gymnasium."""
+    if wandb_run and video_dir.exists():
+        import wandb
+
+        wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(video_dir.glob("*.mp4"))]})
+
+
 def print_args(args: Args) -> None:
     """Print the arguments, those that differ from their default with a star and the default beside them."""
     for f in fields(args):
@@ -477,7 +485,7 @@ def train(args: Args) -> Path:
 
     running_return = np.zeros(N)  # discounted, of the episodes so far
 
-    start_step, start_time, last_print = global_step, time.time(), time.time()
+    path, start_step, start_time, last_print = run_dir / "checkpoint.pt", global_step, time.time(), time.time()
     iteration = global_step // args.batch_size
     next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
     with (
@@ -493,20 +501,15 @@ def train(args: Args) -> Path:
                 writer.flush()  # the log is never behind the checkpoint
                 progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
                 progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
-                save_checkpoint(run_dir / "checkpoint.pt", args, agent, optimizer, progress)
-                if args.exact_resume:  # ends the episodes as a time limit does: their last step is bootstrapped below
+                save_checkpoint(path, args, agent, optimizer, progress)
+                if args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
                     next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
                     running_return = np.zeros(N)
-            eval_due = args.eval_every and iteration % args.eval_every == 0 and global_step > start_step
-            if args.eval_episodes and not stop and (finished or eval_due):
-                eval_options = args.eval_episodes, args.deterministic, args.capture_video
-                eval_returns = evaluate(run_dir / "checkpoint.pt", *eval_options)
+            eval_due = finished or (args.eval_every and iteration % args.eval_every == 0 and global_step > start_step)
+            if args.eval_episodes and eval_due and not stop:
+                eval_returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
                 writer.add_scalar("eval/episodic_return", np.mean(eval_returns), global_step)
-                if wandb_run and args.capture_video:  # explicitly: wandb's monitor_gym breaks current gymnasium
-                    videos = (run_dir / f"videos/step_{global_step}").glob("*.mp4")
-                    import wandb
-
-                    wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(videos)]})
+                log_videos(wandb_run, run_dir / f"videos/step_{global_step}")
             if finished or stop:
                 break
 
@@ -560,10 +563,8 @@ def train(args: Args) -> Path:
                     loss.backward()
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
                     if not torch.isfinite(grad_norm):
-                        raise FloatingPointError(
-                            f"the loss or its gradient is not finite at step {global_step}: look for NaN in the env's "
-                            f"observations and rewards, or lower --learning-rate; {run_dir}/checkpoint.pt is still good"
-                        )
+                        hint = "look for NaN in observations and rewards, or lower --learning-rate"
+                        raise FloatingPointError(f"not finite at step {global_step}: {hint}; {path} is still good")
                     optimizer.step()
                     stats.append(mb_stats)
                 epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
@@ -584,20 +585,17 @@ def train(args: Args) -> Path:
                 recent_returns.extend(episode_return for episode_return, _ in episodes)
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, global_step)
-            mean_return = np.mean(recent_returns) if recent_returns else math.nan
+            mean_return = np.mean(recent_returns or [math.nan])
             bar.set_postfix_str(f"mean return {mean_return:.1f}", refresh=False)
             bar.update(args.batch_size)
-            if bar.disable and time.time() - last_print > 5:  # not a terminal: plain lines instead of the bar
-                last_print = time.time()
-                sps, left = scalars["charts/SPS"], (args.total_timesteps - global_step) / scalars["charts/SPS"]
-                print(
-                    f"{global_step:,} steps, {sps:,.0f} steps/s, {left:,.0f} s left, mean return {mean_return:.1f}",
-                    flush=True,
-                )
+            if bar.disable and time.time() - last_print > 5:  # no terminal: a plain line instead of the bar
+                last_print, sps = time.time(), scalars["charts/SPS"]
+                left = f"{(args.total_timesteps - global_step) / sps:,.0f} s left"
+                print(f"{global_step:,} steps, {sps:,.0f} steps/s, {left}, mean return {mean_return:.1f}", flush=True)
 
     if wandb_run:
         wandb_run.finish()
-    mean_return = np.mean(recent_returns) if recent_returns else math.nan
+    mean_return = np.mean(recent_returns or [math.nan])
     print(f"{global_step:,} steps, {time.time() - start_time:.0f} s, mean return {mean_return:.1f}, in {run_dir}")
     if stop and not finished:
         command = ["python", os.path.relpath(__file__), "--resume", str(run_dir)]

@@ -159,33 +159,3 @@ def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
                 assert (terminations[t, n], dones[t, n]) == (terminated, terminated or truncated)
                 if t + 1 < args.num_steps and not dones[t, n]:
                     assert next_values[t, n] == values[t + 1, n]
-
-
-def test_the_optimiser_sees_the_whole_batch_in_each_epoch(probed_script, monkeypatch):
-    """Catches: samples left out, drawn twice, or put together from rows of different samples."""
-    Logged.log.clear()
-    args = probe_args(
-        probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=48, num_minibatches=4, norm_adv=False
-    )
-    seen, rows = [], []
-    ppo_loss, compute_gae = probed_script.ppo_loss, probed_script.compute_gae
-
-    def spy_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, returns, *rest):
-        seen.append(torch.stack([advantages, old_values, returns], dim=1).clone())
-        return ppo_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, returns, *rest)
-
-    def spy_gae(rewards, values, *rest):
-        advantages, returns = compute_gae(rewards, values, *rest)
-        rows.append(torch.stack([advantages.flatten(), values.flatten(), returns.flatten()], dim=1).clone())
-        return advantages, returns
-
-    monkeypatch.setattr(probed_script, "ppo_loss", spy_loss)
-    monkeypatch.setattr(probed_script, "compute_gae", spy_gae)
-    probed_script.train(args)
-    in_order = lambda tensor: sorted(map(tuple, tensor.tolist()))
-    epochs = [torch.cat(seen[i : i + 4]) for i in range(0, len(seen), 4)]
-    assert len(epochs) == args.update_epochs
-    for epoch in epochs:
-        assert in_order(epoch) == in_order(rows[0])
-    assert not torch.equal(epochs[0], epochs[1]), "the same order in each epoch"
-    assert not torch.equal(epochs[0], rows[0]), "the batch was not shuffled"

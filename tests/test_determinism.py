@@ -1,0 +1,103 @@
+"""One seed, one result; two seeds, nothing in common."""
+
+import itertools
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import read_scalars, same_parameters, small_args
+
+
+@pytest.fixture
+def reset_seeds(script, monkeypatch):
+    """The seeds that each vector env of the script is reset with, one list for each env that is made."""
+    calls, make_envs = [], script.make_envs
+
+    class Spy(gym.vector.VectorWrapper):
+        def __init__(self, envs):
+            super().__init__(envs)
+            self.seeds = []
+            calls.append(self.seeds)
+
+        def reset(self, *, seed=None, options=None):
+            assert options is None or "reset_mask" in options
+            self.seeds += seed
+            return self.env.reset(seed=seed, options=options)
+
+    monkeypatch.setattr(script, "make_envs", lambda *args: Spy(make_envs(*args)))
+    return calls
+
+
+def test_same_seed_same_parameters(script):
+    """Catches: a random stream that the seed does not fix, or that something before the run can move."""
+    args = small_args(script)
+    first = script.train(args)
+    torch.rand(5)
+    np.random.seed(123)
+    second = script.train(args)
+    assert first != second
+    assert same_parameters(first, second)
+    ours, theirs = read_scalars(first), read_scalars(second)
+    for scalars in (ours, theirs):
+        del scalars["charts/SPS"]
+    assert ours == theirs
+
+
+def test_other_seed_other_parameters(script):
+    """Catches: a seed that is not used."""
+    assert not same_parameters(script.train(small_args(script)), script.train(small_args(script, seed=2)))
+
+
+def test_evaluation_does_not_disturb_training(script, reset_seeds):
+    """Catches: an evaluation that draws from training's random stream, or plays on training's seeds."""
+    args = small_args(script, checkpoint_every=2)
+    plain = script.train(args)
+    evaluated = script.train(small_args(script, checkpoint_every=2, eval_every=2, eval_episodes=1))
+    assert same_parameters(plain, evaluated)
+    assert len(read_scalars(evaluated)["eval/episodic_return"]) == 2
+    training, again, *evaluations = reset_seeds
+    assert training == again
+    assert len(training) == args.num_envs
+    assert len(evaluations) == 2
+    assert not set(training) & set(itertools.chain(*evaluations))
+
+
+def test_seeds_share_no_env_stream(script):
+    """Catches: seed + i, with which run 1's second env is run 2's first."""
+    keys = [(script.TRAINING, 0), (script.TRAINING, 1), (script.TRAINING, 100), (script.EVALUATION,)]
+    streams = [
+        seed
+        for run_seed in range(50)
+        for key in keys
+        for seed in script.env_seeds(small_args(script, seed=run_seed), 8, *key)
+    ]
+    assert len(set(streams)) == len(streams) == 50 * 4 * 8
+    assert all(type(seed) is int and 0 <= seed < 2**31 for seed in streams)
+    few, many = (script.env_seeds(small_args(script), n, script.TRAINING, 0) for n in (2, 8))
+    assert few == many[:2]
+
+
+def test_training_uses_the_seeds(script, reset_seeds):
+    """Catches: envs that are reset without a seed, or all with the same."""
+    args = small_args(script)
+    script.train(args)
+    script.train(small_args(script, seed=2))
+    assert reset_seeds[0] == script.env_seeds(args, args.num_envs, script.TRAINING, 0)
+    assert len(set(reset_seeds[0] + reset_seeds[1])) == 2 * args.num_envs
+
+
+def test_envs_begin_apart(script):
+    """Catches: parallel envs that are copies of one another, or that begin alike in each run."""
+    starts = []
+    for seed in (1, 2):
+        args = small_args(script, seed=seed)
+        envs = script.make_envs(args, 8)
+        obs, _ = envs.reset(seed=script.env_seeds(args, 8, script.TRAINING, 0))
+        for _ in range(3):  # games begin with the same picture, but for the no-ops
+            obs, *_ = envs.step(np.zeros_like(envs.action_space.sample()))
+        starts.append([row.tobytes() for row in obs])
+        envs.close()
+    assert len(set(starts[0])) > 2
+    assert len(set(starts[1])) > 2
+    assert starts[0] != starts[1]
