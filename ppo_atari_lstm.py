@@ -4,8 +4,8 @@ Train:     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
 Resume:    python ppo_atari_lstm.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
 Evaluate:  python ppo_atari_lstm.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
 
-Differs from ppo_atari.py as ppo_lstm.py differs from ppo.py: an LSTM between the CNN and the heads, minibatches of whole
-sequences. It sees one frame at a time: where things move to must be remembered.
+Differs from ppo_atari.py as ppo_lstm.py differs from ppo.py: an LSTM between the CNN and the heads, minibatches of
+whole sequences. It sees one frame at a time: where things are moving must be remembered.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
@@ -601,7 +601,7 @@ def train(args: Args) -> Path:
                 progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
                 progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
                 save_checkpoint(path, args, agent, optimizer, progress)
-                if args.exact_resume:  # ends the episodes as a time limit does: their last step is bootstrapped below
+                if args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
                     next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
                     next_starts = torch.ones(N, device=device)
             eval_due = finished or (args.eval_every and iteration % args.eval_every == 0 and global_step > start_step)
