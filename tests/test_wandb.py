@@ -1,0 +1,85 @@
+"""--track, offline: the run's own file holds the history and the config; and wandb can never stop a run."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from conftest import SMALL, flags, parameters, read_scalars, run_script, small_args
+from wandb.proto import wandb_internal_pb2
+
+
+def records(path: Path):
+    """The records of a .wandb file: a LevelDB log of protocol buffers, behind a header of 7 bytes."""
+    data, offset, parts = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while offset + 7 <= len(data):
+        room = -offset % 32768 or 32768  # records are cut at the ends of blocks
+        if room < 7:
+            offset += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def contents(path: Path) -> tuple[dict, dict]:
+    """The config, and of each tag the (step, value) pairs."""
+    config, history = {}, {}
+    for record in records(path):
+        for update in (record.run.config.update, record.config.update):
+            config |= {item.key: json.loads(item.value_json) for item in update}
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for tag, value in row.items():
+            history.setdefault(tag, []).append((row.get("global_step"), value))
+    return config, history
+
+
+def test_an_offline_run_holds_everything(script):
+    """Catches: tags that only TensorBoard gets, rows sent twice, a config that is missing, a run that is not closed."""
+    options = SMALL[script.__name__] | dict(track=True, eval_episodes=1, capture_video=True, seed=5)
+    result = run_script(script.__name__, *flags(**options))
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = Path("runs").glob("*__5__*")
+    (file,) = (path for path in Path().rglob("run-*.wandb") if "latest-run" not in path.parts)
+    config, history = contents(file)
+
+    args = {name: config[name] for name in vars(script.Args())}
+    assert args == vars(script.Args(**options))
+    for tag, points in read_scalars(run_dir).items():
+        ours = [(step, pytest.approx(value, rel=1e-5)) for step, value in points]
+        # a row repeats the evaluation's value once it is known: the steps at which it was logged are a subset
+        assert [point for point in history[tag] if point[0] in dict(points)] == ours, tag
+    assert len(history["losses/value_loss"]) == 4
+    assert len(history["eval/videos"]) == 1
+    videos = list(run_dir.rglob("*.mp4"))
+    assert len(videos) == 1
+    assert any(record.HasField("exit") and record.exit.exit_code == 0 for record in records(file))
+    # wandb mirrors the folder of the TensorBoard log: its own folder must not lie in there
+    assert not [path for path in run_dir.rglob("*") if "wandb" in path.name]
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["wandb_id"] in file.name
+
+
+@pytest.mark.parametrize("failure", ["init", "import"])
+def test_a_failing_wandb_never_stops_a_run(script, monkeypatch, capsys, failure):
+    """Catches: ten hours of training that end at a login prompt, or at a package that is not there."""
+
+    def fail(*args, **kwargs):
+        raise wandb.errors.UsageError("api_key not configured (no-tty)")
+
+    if failure == "init":
+        monkeypatch.setattr(wandb, "init", fail)
+    else:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    run_dir = script.train(small_args(script, track=True))
+    assert "wandb is off" in capsys.readouterr().err
+    assert all(torch.isfinite(parameter).all() for parameter in parameters(run_dir).values())
+    assert len(read_scalars(run_dir)["losses/value_loss"]) == 4
