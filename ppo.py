@@ -152,7 +152,8 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         if isinstance(env.action_space, Discrete) and (start := env.action_space.start):  # the policy counts from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if video_dir:
-            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=lambda _: True, disable_logger=True)
+            asked_for = lambda episode: episode < args.eval_episodes
+            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
 
     try:
@@ -279,12 +280,12 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
-    envs = make_envs(args, 1, video_dir)
-    agent = Agent(envs)
-    load_checkpoint(checkpoint, agent)
+    args.eval_episodes = episodes
     returns = []
-    with contextlib.closing(envs), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(args.seed)
+        agent = Agent(envs)
+        load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         while len(returns) < episodes:
             action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=deterministic)
@@ -497,7 +498,9 @@ def train(args: Args) -> Path:
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
                     if not torch.isfinite(grad_norm):
                         hint = "look for NaN in observations and rewards, or lower --learning-rate"
-                        raise FloatingPointError(f"not finite at step {global_step}: {hint}; {path} is still good")
+                        raise FloatingPointError(
+                            f"loss or gradient not finite at step {global_step}: {hint}; {path} is good"
+                        )
                     optimizer.step()
                     stats.append(mb_stats)
                 epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]

@@ -209,9 +209,8 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     def make_recorded_env() -> gym.Env:
         env = gym.make(args.env_id, frameskip=1, render_mode="rgb_array", disable_env_checker=True)
         env = AtariPreprocessing(env, noop_max=30, frame_skip=frame_skip)
-        env = RecordVideo(
-            env, str(video_dir), episode_trigger=lambda _: True, fps=60 // frame_skip, disable_logger=True
-        )
+        asked_for, fps = lambda episode: episode < args.eval_episodes, 60 // frame_skip
+        env = RecordVideo(env, str(video_dir), episode_trigger=asked_for, fps=fps, disable_logger=True)
         return FrameStackObservation(env, 1, padding_type="zero")
 
     if video_dir:
@@ -428,13 +427,13 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
-    envs = make_envs(args, 1, video_dir)
-    agent = Agent(envs, args.hidden_size, args.num_layers)
-    load_checkpoint(checkpoint, agent)
-    agent_state, starts = agent.memory.initial_state(1), torch.ones(1)
+    args.eval_episodes = episodes
     returns = []
-    with contextlib.closing(envs), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(args.seed)
+        agent = Agent(envs, args.hidden_size, args.num_layers)
+        load_checkpoint(checkpoint, agent)
+        agent_state, starts = agent.memory.initial_state(1), torch.ones(1)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         while len(returns) < episodes:
             action, _, _, _, agent_state = agent.get_action_and_value(
@@ -671,7 +670,9 @@ def train(args: Args) -> Path:
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
                     if not torch.isfinite(grad_norm):
                         hint = "look for NaN in observations and rewards, or lower --learning-rate"
-                        raise FloatingPointError(f"not finite at step {global_step}: {hint}; {path} is still good")
+                        raise FloatingPointError(
+                            f"loss or gradient not finite at step {global_step}: {hint}; {path} is good"
+                        )
                     optimizer.step()
                     stats.append(mb_stats)
                 epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
