@@ -29,6 +29,7 @@ Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the ob
 
 import argparse
 import contextlib
+import ctypes
 import difflib
 import io
 import math
@@ -437,6 +438,13 @@ def log_videos(wandb_run, video_dir: Path) -> None:
         wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(video_dir.glob("*.mp4"))]})
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
+        for parameter, value in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):  # trim threshold, top pad, mmap threshold
+            ctypes.CDLL("libc.so.6").mallopt(parameter, value)
+
+
 def print_args(args: Args) -> None:
     """Print the arguments, those that differ from their default with a star and the default beside them."""
     for f in fields(args):
@@ -449,6 +457,7 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.torch_threads or os.cpu_count())
+    keep_freed_memory()
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)

@@ -29,6 +29,7 @@ S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K,
 
 import argparse
 import contextlib
+import ctypes
 import difflib
 import importlib
 import io
@@ -53,7 +54,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 from torch.distributions import Normal
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -237,24 +237,19 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     return layer
 
 
-def pack_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut sequences where an episode starts, so that a library LSTM kernel can run over them without a reset inside.
+def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut sequences, `starts` (M, S), where an episode starts: a library LSTM kernel can run over each piece.
 
-    `starts` is (M, S). The pieces are laid out as in torch's PackedSequence: longest first, step by step. Returns
-    `order` (M*S,), the flat positions in that layout; `batch_sizes` (longest piece,), how many pieces reach each step;
-    `sequence` (pieces,), which sequence each is from; `carried` (pieces,), 1. where it goes on from the stored state.
+    Returns for each piece its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it goes on
+    from the state stored for its sequence, 0. where it starts from zeros.
     """
     num_sequences, seq_len = starts.shape
     begins = starts > 0
     begins[:, 0] = True
     begins = begins.flatten().nonzero().squeeze(1)
-    ends = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])])
-    lengths, longest_first = (ends - begins).sort(descending=True, stable=True)
-    begins = begins[longest_first]
-    steps = torch.arange(int(lengths[0]), device=starts.device)[:, None]  # (longest piece, 1)
-    reached = steps < lengths  # (longest piece, pieces)
+    lengths = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])]) - begins
     carried = (begins % seq_len == 0).float() * (1 - starts.flatten()[begins])
-    return (begins + steps)[reached], reached.sum(1).cpu(), begins // seq_len, carried
+    return begins, lengths, carried
 
 
 class Memory(nn.Module):
@@ -277,24 +272,30 @@ class Memory(nn.Module):
         One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) ->
         features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
         """
-        features = []
         if starts.dim() == 1:
             state = state * (1 - starts).view(-1, 1, 1, 1, 1)
-            next_state = torch.empty_like(state)
+            features, next_state = [], torch.empty_like(state)
             for k, lstm in enumerate(self.lstms):
                 h, c = state[:, k].permute(1, 2, 0, 3).contiguous()  # (2, L, N, H)
                 _, (h, c) = lstm(x[None], (h, c))
                 features.append(h[-1])
                 next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
             return features, next_state
-        order, batch_sizes, sequence, carried = pack_episodes(starts)
-        x, back = x[order], order.argsort()
-        first = state[sequence] * carried.view(-1, 1, 1, 1, 1)
-        for k, lstm in enumerate(self.lstms):
-            h, c = first[:, k].permute(1, 2, 0, 3).contiguous()
-            packed, _ = lstm(PackedSequence(x, batch_sizes), (h, c))
-            features.append(packed.data[back])
-        return features, state
+        begins, lengths, carried = cut_at_episodes(starts)
+        first = state[begins // starts.shape[1]] * carried.view(-1, 1, 1, 1, 1)
+        sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
+        outputs, found = [[] for _ in self.lstms], torch.empty(len(x), dtype=torch.long, device=x.device)
+        for size in sizes.unique():
+            batch = (sizes == size).nonzero().squeeze(1)  # (P,) pieces
+            steps = torch.arange(int(lengths[batch].max()), device=x.device)[:, None]  # (longest, 1)
+            positions, inside = begins[batch] + steps, steps < lengths[batch]  # (longest, P); steps past a piece's end
+            padded = x[positions.clamp(max=len(x) - 1)]  # may read what follows it, and are never looked at
+            offset = sum(len(output) for output in outputs[0])
+            found[positions[inside]] = offset + inside.flatten().nonzero().squeeze(1)
+            for k, lstm in enumerate(self.lstms):
+                h, c = first[batch, k].permute(1, 2, 0, 3).contiguous()
+                outputs[k].append(lstm(padded, (h, c))[0].flatten(0, 1))
+        return [torch.cat(output).index_select(0, found) for output in outputs], state
 
 
 class Agent(nn.Module):
@@ -507,6 +508,13 @@ def log_videos(wandb_run, video_dir: Path) -> None:
         wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(video_dir.glob("*.mp4"))]})
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
+        for parameter, value in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):  # trim threshold, top pad, mmap threshold
+            ctypes.CDLL("libc.so.6").mallopt(parameter, value)
+
+
 def print_args(args: Args) -> None:
     """Print the arguments, those that differ from their default with a star and the default beside them."""
     for f in fields(args):
@@ -519,6 +527,7 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.torch_threads or os.cpu_count())
+    keep_freed_memory()
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)

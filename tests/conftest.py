@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launcher import Launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,14 @@ def probed_script(request):
 def atari_script(request):
     """In turn, the module of each script that trains on Atari games."""
     return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="session")
+def launcher():
+    """Starts scripts as processes, fast."""
+    launcher = Launcher(*SCRIPTS)
+    yield launcher
+    launcher.close()
 
 
 def probe_args(module, env_name: str, **changes):

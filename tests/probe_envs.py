@@ -126,10 +126,11 @@ class Logged(Probe):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.episode = -1
+        self.episode = None
 
     def start(self):
-        self.episode += 1
+        # the seed decides where in the cycle an env begins, so that envs do not end their episodes together
+        self.episode = self.np_random.integers(4) if self.episode is None else self.episode + 1
         return 0.0
 
     def step(self, action):

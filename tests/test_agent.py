@@ -101,8 +101,9 @@ def test_learning_rate_falls_linearly_also_after_resume(script):
     assert {rate for _, rate in read_scalars(constant)["charts/learning_rate"]} == {np.float32(args.learning_rate)}
 
 
-def test_gradients_are_clipped_before_each_step(script):
-    """Catches: a bound per layer instead of over all parameters, or one applied after the step."""
+@pytest.fixture
+def gradient_norms():
+    """The norm of the gradient over all parameters, at each step of any optimiser."""
     norms = []
 
     def spy(optimizer, *_):
@@ -110,15 +111,26 @@ def test_gradients_are_clipped_before_each_step(script):
         norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
 
     hook = register_optimizer_step_pre_hook(spy)
-    try:
-        script.train(small_args(script, max_grad_norm=0.01))
-        clipped, norms[:] = norms[:], []
-        script.train(small_args(script, max_grad_norm=1e6))
-    finally:
-        hook.remove()
-    assert max(clipped) <= 0.01 * 1.001
-    assert max(clipped) >= 0.01 * 0.99
-    assert max(norms) > 0.02
+    yield norms
+    hook.remove()
+
+
+def test_gradients_are_clipped_before_each_step(script, gradient_norms):
+    """Catches: a bound per layer instead of over all parameters, or one applied after the step."""
+    script.train(small_args(script, max_grad_norm=0.01))
+    assert 0.01 * 0.99 <= max(gradient_norms) <= 0.01 * 1.001
+    gradient_norms.clear()
+    script.train(small_args(script, max_grad_norm=1e6))
+    assert max(gradient_norms) > 0.02
+
+
+def test_each_step_has_a_gradient_of_its_own(script, gradient_norms):
+    """Catches: gradients that are not zeroed, and so pile up from minibatch to minibatch."""
+    # the whole batch in each step, and parameters that all but stand still: the same gradient again and again
+    options = dict(num_minibatches=1, learning_rate=1e-9, anneal_lr=False, max_grad_norm=1e6)
+    args = small_args(script, **options, total_timesteps=small_args(script).batch_size)
+    script.train(args)
+    assert gradient_norms == [pytest.approx(gradient_norms[0], rel=0.01)] * args.update_epochs
 
 
 def test_no_gae_is_n_step_returns(script, spies):
@@ -169,6 +181,20 @@ def test_target_kl(script, spies, target_kl):
         assert epochs_taken == [1] * args.num_iterations
     if target_kl == 1e6:
         assert epochs_taken == [args.update_epochs] * args.num_iterations
+
+
+def test_target_kl_is_compared_with_the_last_epoch(script, spies):
+    """Catches: a mean over all epochs so far, which falls behind the policy."""
+    options = dict(learning_rate=2e-3, update_epochs=8, total_timesteps=small_args(script).batch_size)
+    args = small_args(script, **options)
+    script.train(args)
+    epochs = np.reshape([stats["approx_kl"] for stats in spies.stats], (args.update_epochs, -1)).mean(1)
+    # stop at an epoch, not the last, whose KL is above all before it, by a target that the mean so far stays below
+    stop = next(k for k in range(1, args.update_epochs - 1) if epochs[k] > epochs[:k].max())
+    target_kl = (epochs[stop] + max(epochs[:stop].max(), epochs[: stop + 1].mean())) / 2
+    spies.stats.clear()
+    script.train(small_args(script, target_kl=float(target_kl), **options))
+    assert len(spies.stats) == (stop + 1) * args.num_minibatches
 
 
 def test_each_epoch_takes_every_sample_once(script, spies):

@@ -168,10 +168,8 @@ def test_a_script_stands_alone(name):
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_every_detail_is_cited(name):
     """Catches: an implementation detail that was dropped, or a tag of a detail that does not exist."""
-    cited = {
-        (group, int(number))
-        for group, number in re.findall(r"\[(core|atari|cont|lstm|multi|aux) (\d+)\]", SOURCE[name])
-    }
+    tags = ",".join(re.findall(r"\[((?:(?:core|atari|cont|lstm|multi|aux) \d+(?:, )?)+)\]", SOURCE[name]))
+    cited = {(group, int(number)) for group, number in re.findall(r"(\w+) (\d+)", tags)}
     required = {
         (group.strip(), number) for group, (numbers, applies) in DETAILS.items() for number in numbers if applies(name)
     }

@@ -1,11 +1,9 @@
 """ppo.py solves CartPole with its defaults; the slowest test there is, so that the seeds run beside each other."""
 
-import importlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from conftest import flags, run_script
 
@@ -18,7 +16,7 @@ SOLVES_CARTPOLE = {"ppo": {}}
 def test_cartpole(name):
     """Catches: whatever the other tests do not, if it keeps an agent from learning; mean return 475 means solved."""
 
-    def train(seed: int) -> list[float]:
+    def train(seed: int) -> float:
         arguments = SOLVES_CARTPOLE[name] | dict(seed=seed, eval_episodes=20, torch_threads=1)
         result = run_script(name, *flags(**arguments), timeout=600)
         assert result.returncode == 0, result.stderr

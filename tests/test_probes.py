@@ -7,7 +7,7 @@ from conftest import probe_args, read_scalars
 from probe_envs import Logged
 
 FAST = dict(
-    num_envs=4, num_steps=32, total_timesteps=60 * 128, learning_rate=3e-3, update_epochs=4, clip_vloss=False, gamma=0.5
+    num_envs=4, num_steps=32, total_timesteps=40 * 128, learning_rate=3e-3, update_epochs=4, clip_vloss=False, gamma=0.5
 )
 
 
@@ -71,9 +71,9 @@ def test_policy_from_observation(probed_script):
 def test_value_of_an_endless_task_under_a_time_limit(probed_script, num_steps):
     """Catches: a time limit that is treated as a failure; the last step of a rollout included."""
     # 1 / (1 - 0.8) = 5; with no bootstrap at the limit the mean over the five steps would be 2.8
-    options = dict(gamma=0.8, num_steps=num_steps, total_timesteps=100 * 4 * num_steps, update_epochs=4)
+    options = dict(gamma=0.8, num_steps=num_steps, total_timesteps=80 * 4 * num_steps)
     if num_steps < 32:
-        options |= dict(total_timesteps=300 * 4 * num_steps, num_minibatches=1)
+        options |= dict(total_timesteps=250 * 4 * num_steps, num_minibatches=1)
     value, _ = trained(probed_script, "Endless", **options)
     assert value(0) == pytest.approx(5, abs=0.4)
 
@@ -83,7 +83,7 @@ def test_a_truncated_episode_is_bootstrapped_at_its_final_observation(probed_scr
     """Catches: the value of the next episode's start in the place of the final observation's."""
     options = dict(num_steps=num_steps)
     if num_steps == 1:
-        options |= dict(total_timesteps=600 * 8, num_envs=8, num_minibatches=1)
+        options |= dict(total_timesteps=400 * 8, num_envs=8, num_minibatches=1)
     value, _ = trained(probed_script, "FinalObservation", **options)
     assert value(1) == pytest.approx(1, abs=0.1)
     assert value(-1) == pytest.approx(0.5, abs=0.1)  # 0.2 from the next episode's start

@@ -1,0 +1,318 @@
+"""checkpoint.pt: what is in it, that a failure never tears it, and that a bad one is refused in one sentence."""
+
+import errno
+import importlib
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SCRIPTS, SMALL, flags, probe_args, same_parameters, small_args
+from faulty_envs import Stop, crash_at
+
+
+def load(run_dir: Path) -> dict:
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def is_plain(value) -> bool:
+    """Whether a value is made of numbers, strings, tensors, lists and dicts alone."""
+    if isinstance(value, dict):
+        return all(is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor)
+
+
+def longer(script) -> int:
+    """The steps of a run of five iterations, one more than a small run has."""
+    args = small_args(script)
+    return args.total_timesteps + args.batch_size
+
+
+@pytest.fixture
+def run_dir(script) -> Path:
+    """The folder of a small run."""
+    return script.train(small_args(script, seed=7))
+
+
+def test_contents(script, run_dir):
+    """Catches: a checkpoint that lacks a part of the run, or that needs code to be loaded."""
+    args, state = small_args(script, seed=7), load(run_dir)
+    assert torch.equal(state["rng"]["cpu"], torch.get_rng_state())  # where the run left it
+    assert state.keys() >= {"agent", "optimizer", "args", "iteration", "global_step", "rng", "recent_returns"}
+    assert is_plain(state)
+    assert script.Args(**state["args"]) == args
+    assert all(value is None or type(value) in (bool, int, float, str) for value in state["args"].values())
+    assert (state["iteration"], state["global_step"]) == (4, args.total_timesteps)
+    envs = script.make_envs(args, 1)
+    assert state["agent"].keys() == script.Agent(envs).state_dict().keys()
+    envs.close()
+    assert len(state["optimizer"]["state"]) > 0
+
+
+def test_schedule(script, monkeypatch):
+    """Catches: no checkpoint before the first iteration or after the last, and one at each iteration or at none."""
+    saved, save_checkpoint = [], script.save_checkpoint
+
+    def spy(path, args, agent, optimizer, progress):
+        saved.append((progress["iteration"], progress["global_step"]))
+        save_checkpoint(path, args, agent, optimizer, progress)
+
+    monkeypatch.setattr(script, "save_checkpoint", spy)
+    args = small_args(script, checkpoint_every=3)
+    script.train(args)
+    assert saved == [(k, k * args.batch_size) for k in (0, 3, 4)]
+
+
+def test_the_file_is_on_disk_before_it_is_renamed(script, run_dir, monkeypatch):
+    """Catches: a checkpoint that a power cut leaves empty, for its name was on the disk before its contents."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def spy_fsync(fd):
+        fsync(fd)
+        events.append(("fsync", os.fstat(fd).st_ino, os.fstat(fd).st_size))
+
+    def spy_replace(source, target):
+        events.append(("replace", os.stat(source).st_ino, os.stat(source).st_size))
+        assert Path(source).parent == Path(target).parent == run_dir
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    script.train(small_args(script, resume=str(run_dir)))
+    whole = os.stat(run_dir / "checkpoint.pt")
+    assert events == [("fsync", whole.st_ino, whole.st_size), ("replace", whole.st_ino, whole.st_size)]
+
+
+@pytest.mark.parametrize("failure", ["open", "write", "fsync", "replace"])
+def test_a_failed_write_keeps_the_checkpoint_before(script, run_dir, monkeypatch, failure):
+    """Catches: a full or read-only disk that costs the run, or that is answered by a page of traceback."""
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    if failure == "open":
+        (run_dir / "checkpoint.tmp").mkdir()
+    elif failure == "write":
+        (run_dir / "checkpoint.tmp").symlink_to("/dev/full")
+    else:
+        monkeypatch.setattr(os, failure, fail)
+    with pytest.raises(SystemExit) as exit:
+        script.train(small_args(script, resume=str(run_dir), total_timesteps=longer(script)))
+    assert "checkpoint.pt" in exit.value.code
+    assert "\n" not in exit.value.code
+    assert failure == "open" or "No space left" in exit.value.code
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+    assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 4
+
+
+def test_a_log_that_cannot_be_written(script, run_dir, monkeypatch):
+    """Catches: a resume in a folder that is read-only, answered by a traceback out of TensorBoard."""
+
+    def fail(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(run_dir))
+
+    monkeypatch.setattr(script, "SummaryWriter", fail)
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    with pytest.raises(script.UserError, match="Permission denied"):
+        script.train(small_args(script, resume=str(run_dir), total_timesteps=longer(script)))
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+
+
+def test_what_a_kill_leaves_of_a_write_is_ignored(script, run_dir):
+    """Catches: half a file that is taken for the checkpoint, or that blocks the next one."""
+    shutil.copytree(run_dir, "torn")
+    torn = Path("torn")
+    (torn / "checkpoint.tmp").write_bytes(b"half a file")
+    for folder in (run_dir, torn):
+        script.train(small_args(script, resume=str(folder), total_timesteps=longer(script)))
+    assert same_parameters(run_dir, torn)
+    assert not (torn / "checkpoint.tmp").exists()
+    (torn / "checkpoint.pt").rename(torn / "checkpoint.tmp")
+    with pytest.raises(script.UserError, match=r"no torn/checkpoint\.pt"):
+        script.load_checkpoint(torn / "checkpoint.pt")
+
+
+class Bomb:
+    """An object that makes the file `exploded` when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("exploded"),)
+
+
+def write_text_over(run_dir: Path) -> None:
+    (run_dir / "checkpoint.pt").write_bytes(bytes(range(256)) * 100)
+
+
+def empty(run_dir: Path) -> None:
+    (run_dir / "checkpoint.pt").write_bytes(b"")
+
+
+def cut(run_dir: Path) -> None:
+    data = (run_dir / "checkpoint.pt").read_bytes()
+    (run_dir / "checkpoint.pt").write_bytes(data[: len(data) // 2])
+
+
+def remove(run_dir: Path) -> None:
+    (run_dir / "checkpoint.pt").unlink()
+
+
+def make_folder(run_dir: Path) -> None:
+    (run_dir / "checkpoint.pt").unlink()
+    (run_dir / "checkpoint.pt").mkdir()
+
+
+def plant_pickle(run_dir: Path) -> None:
+    (run_dir / "checkpoint.pt").write_bytes(pickle.dumps(Bomb()))
+
+
+def plant_bomb(run_dir: Path) -> None:
+    torch.save(load(run_dir) | dict(recent_returns=Bomb()), run_dir / "checkpoint.pt")
+
+
+def make_list(run_dir: Path) -> None:
+    torch.save([1, 2, 3], run_dir / "checkpoint.pt")
+
+
+def keep_agent_only(run_dir: Path) -> None:
+    torch.save(dict(agent=load(run_dir)["agent"]), run_dir / "checkpoint.pt")
+
+
+def drop_rng(run_dir: Path) -> None:
+    state = load(run_dir)
+    del state["rng"]
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+def add_argument(run_dir: Path) -> None:
+    state = load(run_dir)
+    state["args"]["of_another_program"] = 1
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+def spoil_argument(run_dir: Path) -> None:
+    state = load(run_dir)
+    state["args"]["num_envs"] = 0
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+def mistype_argument(run_dir: Path) -> None:
+    state = load(run_dir)
+    state["args"]["num_steps"] = "many"
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+def change_network(run_dir: Path) -> None:
+    state = load(run_dir)
+    name = next(name for name, parameter in state["agent"].items() if parameter.ndim > 1)
+    state["agent"][name] = torch.cat([state["agent"][name]] * 2)
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+def drop_layer(run_dir: Path) -> None:
+    state = load(run_dir)
+    state["agent"].popitem()
+    torch.save(state, run_dir / "checkpoint.pt")
+
+
+SPOIL = [write_text_over, empty, cut, remove, make_folder, plant_pickle, plant_bomb, make_list, keep_agent_only]
+SPOIL += [drop_rng, add_argument, spoil_argument, mistype_argument, change_network, drop_layer]
+
+
+def assert_one_sentence(error: Exception) -> None:
+    assert len(str(error).splitlines()) == 1
+    assert len(str(error)) < 400
+
+
+def test_a_bad_checkpoint_is_refused(script, run_dir):
+    """Catches: a torn or foreign file that ends in a traceback, in training from scratch, or in a stranger's code."""
+    good = (run_dir / "checkpoint.pt").read_bytes()
+    for spoil in SPOIL:
+        folder = Path(spoil.__name__)
+        folder.mkdir()
+        (folder / "checkpoint.pt").write_bytes(good)
+        spoil(folder)
+        before = sorted(folder.iterdir())
+        with pytest.raises(script.UserError) as resumed:
+            script.train(small_args(script, resume=str(folder)))
+        with pytest.raises(script.UserError) as evaluated:
+            script.evaluate(folder / "checkpoint.pt", 1)
+        for error in (resumed.value, evaluated.value):
+            assert_one_sentence(error)
+            assert spoil.__name__ in str(error)  # the path
+        assert sorted(folder.iterdir()) == before
+        assert not Path("exploded").exists()
+
+
+def test_the_bomb_is_live(tmp_path):
+    """Catches: the test above proving nothing, for the planted code would run nowhere."""
+    torch.save(dict(recent_returns=Bomb()), "bomb.pt")
+    torch.load("bomb.pt", weights_only=False)
+    assert Path("exploded").exists()
+
+
+def test_refused_from_the_command_line(script, launcher, run_dir):
+    """Catches: a refusal that reaches the user as a traceback, or a shell script as success."""
+    plant_bomb(run_dir)
+    for flag in ("--resume", "--evaluate"):
+        process = launcher.run(script.__name__, flag, str(run_dir))
+        assert process.returncode == 2
+        assert process.stderr.startswith("error: ")
+        assert process.stderr.count("\n") == 1
+        assert not Path("exploded").exists()
+
+
+def test_a_checkpoint_of_another_script(script, monkeypatch):
+    """Catches: two scripts whose arguments are alike, and whose networks are then mixed up in a traceback."""
+    for other_name in SCRIPTS:
+        if other_name == script.__name__:
+            continue
+        other = importlib.import_module(other_name)
+        crash_at(monkeypatch, other, 1)
+        with pytest.raises(Stop):
+            other.train(small_args(other, exp_name=f"by_{other_name}"))
+        (run_dir,) = Path("runs").glob(f"*__by_{other_name}__*")
+        with pytest.raises(script.UserError) as resumed:
+            script.train(small_args(script, resume=str(run_dir)))
+        with pytest.raises(script.UserError) as evaluated:
+            script.evaluate(run_dir / "checkpoint.pt", 1)
+        for error in (resumed.value, evaluated.value):
+            assert_one_sentence(error)
+
+
+# another env that the script can train on
+OTHER_ENV = {"ppo": "Acrobot-v1", "ppo_atari": "PongNoFrameskip-v4", "ppo_atari_lstm": "PongNoFrameskip-v4"}
+OTHER_ENV |= {"ppo_continuous_action": "Pendulum-v1", "ppo_lstm": "Acrobot-v1"}
+
+
+def test_another_env_is_refused(script, launcher, run_dir):
+    """Catches: a resumed run whose curve and checkpoint mix two envs."""
+    before = sorted(run_dir.iterdir())
+    argv = ["--resume", str(run_dir), *flags(env_id=OTHER_ENV[script.__name__])]
+    process = launcher.run(script.__name__, *argv)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: ")
+    assert process.stderr.count("\n") == 1
+    assert sorted(run_dir.iterdir()) == before
+
+
+def test_another_env_of_the_same_shape_is_refused(probed_script):
+    """Catches: a check of the network alone, which fits many envs."""
+    sizes = SMALL[probed_script.__name__]
+    run_dir = probed_script.train(probe_args(probed_script, "ConstantReward", **sizes))
+    with pytest.raises(probed_script.UserError, match="ConstantReward"):
+        probed_script.train(probe_args(probed_script, "ObservationValue", resume=str(run_dir), **sizes))
+
+
+def test_a_folder_that_cannot_be_made(script, launcher):
+    """Catches: a traceback where the disk is read-only or `runs` is no folder."""
+    Path("runs").write_text("not a folder")
+    process = launcher.run(script.__name__, *flags(**SMALL[script.__name__]))
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: cannot make the folder runs/")
+    assert process.stderr.count("\n") == 1
+    assert os.listdir() == ["runs"]

@@ -1,0 +1,214 @@
+"""--resume: a run goes on where its checkpoint was, as planned; with --exact-resume as if it had never stopped."""
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, flags, read_scalars, small_args
+from faulty_envs import Stop, crash_at, hook_envs
+from launcher import wait_until
+
+
+def load(run_dir: Path) -> dict:
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def same(ours, theirs) -> bool:
+    """Whether two values of a checkpoint are the same, bit for bit."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def assert_same_end(run_dir: Path, other_dir: Path) -> None:
+    """Both runs ended in the same state, whatever their folders' names, and logged the same."""
+    ours, theirs = load(run_dir), load(other_dir)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not same(ours[key], theirs[key])] == []
+    ours, theirs = read_scalars(run_dir), read_scalars(other_dir)
+    for scalars in (ours, theirs):
+        del scalars["charts/SPS"]
+    assert ours == theirs
+
+
+def crash(monkeypatch, script, step: int, **changes) -> Path:
+    """Run the script until it crashes in the given step of its rollouts, and return its folder."""
+    before = set(Path("runs").glob("*"))
+    crash_at(monkeypatch, script, step)
+    with pytest.raises(Stop):
+        script.train(small_args(script, **changes))
+    hook_envs(monkeypatch, script, None)
+    run_dirs = set(Path("runs").glob("*")) - before
+    return run_dirs.pop() if run_dirs else Path(changes["resume"])
+
+
+def in_iteration(script, iteration: int) -> int:
+    """A step in the midst of an iteration."""
+    num_steps = small_args(script).num_steps
+    return (iteration - 1) * num_steps + num_steps // 2
+
+
+def test_resumed_twice_is_bit_identical(script, monkeypatch):
+    """Catches: a resumed run that depends on anything but its checkpoint."""
+    run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
+    assert load(run_dir)["iteration"] == 2
+    shutil.copytree(run_dir, "again")
+    first = script.train(small_args(script, checkpoint_every=2, resume=str(run_dir)))
+    torch.rand(5)
+    second = script.train(small_args(script, checkpoint_every=2, resume="again"))
+    assert (first, second) == (run_dir, Path("again"))
+    assert load(first)["iteration"] == 4
+    assert_same_end(first, second)
+
+
+@pytest.mark.parametrize("anneal", ["annealed", "constant"])
+def test_exact_resume(script, monkeypatch, anneal):
+    """Catches: any state that the checkpoint lacks: a random stream, Adam's moments, statistics, the envs' seeds."""
+    options = dict(exact_resume=True, checkpoint_every=1 if anneal == "annealed" else 2, anneal_lr=anneal == "annealed")
+    options["total_timesteps"] = 7 * small_args(script).batch_size
+    plain = script.train(small_args(script, **options))
+    run_dir = crash(monkeypatch, script, in_iteration(script, 3), **options)
+    crash(monkeypatch, script, in_iteration(script, 1), resume=str(run_dir), **options)
+    crash(monkeypatch, script, in_iteration(script, 4), resume=str(run_dir), **options)
+    assert 2 < load(run_dir)["iteration"] < 7
+    script.train(small_args(script, resume=str(run_dir), **options))
+    assert_same_end(run_dir, plain)
+
+
+def test_without_exact_resume_the_episodes_go_on(script, monkeypatch):
+    """Catches: envs that are restarted at each checkpoint though nobody asked for it."""
+    resets, step = [], script.gym.vector.VectorWrapper.reset
+
+    def spy(envs, *args, **kwargs):
+        if type(envs).__name__ == "HookedEnvs":
+            resets.append(kwargs.get("seed"))
+        return step(envs, *args, **kwargs)
+
+    monkeypatch.setattr(script.gym.vector.VectorWrapper, "reset", spy)
+    hook_envs(monkeypatch, script, lambda count, transition: None)
+    args = small_args(script, checkpoint_every=2)
+    seeds = [script.env_seeds(args, args.num_envs, script.TRAINING, k) for k in (0, 2, 4)]
+    script.train(args)
+    assert resets == seeds[:1]
+    resets.clear()
+    script.train(small_args(script, checkpoint_every=2, exact_resume=True))
+    assert resets[0] == seeds[0]
+    assert resets[-2:] == seeds[1:]
+
+
+def test_resumed_envs_are_seeded_anew(script, monkeypatch):
+    """Catches: a resumed run that plays the first episodes again, or envs without a seed."""
+    run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
+    seeds, make_envs = [], script.make_envs
+
+    def spy(*args):
+        envs = make_envs(*args)
+        reset = envs.reset
+
+        def seeded_reset(*, seed=None, options=None):
+            seeds.append(seed)
+            return reset(seed=seed, options=options)
+
+        envs.reset = seeded_reset
+        return envs
+
+    monkeypatch.setattr(script, "make_envs", spy)
+    args = small_args(script, checkpoint_every=2, resume=str(run_dir))
+    script.train(args)
+    assert seeds[0] == script.env_seeds(args, args.num_envs, script.TRAINING, 2)
+    assert not set(seeds[0]) & set(script.env_seeds(args, args.num_envs, script.TRAINING, 0))
+
+
+def test_the_log_goes_on_without_gap_or_overlap(script, monkeypatch):
+    """Catches: steps that are logged twice, or missing, after a crash between two checkpoints."""
+    total = 7 * small_args(script).batch_size
+    options = dict(total_timesteps=total, checkpoint_every=2)
+    run_dir = crash(monkeypatch, script, in_iteration(script, 4), **options)  # checkpoint 2, logged 3
+    before = read_scalars(run_dir)
+    crash(monkeypatch, script, in_iteration(script, 4), resume=str(run_dir), **options)  # checkpoint 4, logged 5
+    script.train(small_args(script, resume=str(run_dir), **options))
+    batch_size, scalars = small_args(script).batch_size, read_scalars(run_dir)
+    assert scalars.keys() >= before.keys()
+    for tag, points in scalars.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps)), tag
+        if "episodic" not in tag:  # these only where an episode ended
+            assert steps == list(range(batch_size, total + 1, batch_size)), tag
+        # what was logged before the checkpoint is still there
+        kept = [point for point in before.get(tag, []) if point[0] <= 2 * batch_size]
+        assert points[: len(kept)] == kept, tag
+    plan = [(k * batch_size, small_args(script).learning_rate * (1 - (k - 1) / 7)) for k in range(1, 8)]
+    assert scalars["charts/learning_rate"] == [(step, pytest.approx(rate)) for step, rate in plan]
+
+
+def test_recent_returns_go_on(script, monkeypatch):
+    """Catches: a mean of the last 100 returns that begins anew, and jumps, at a resume."""
+    run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
+    torch.save(load(run_dir) | dict(recent_returns=[-5.0, 7.25]), run_dir / "checkpoint.pt")
+    script.train(small_args(script, resume=str(run_dir)))
+    assert load(run_dir)["recent_returns"][:2] == [-5.0, 7.25]
+
+
+def test_arguments_come_from_the_checkpoint_and_the_command_line(script, launcher):
+    """Catches: a resume with default arguments, one that ignores those given anew, a run that cannot be extended."""
+    args = small_args(script, seed=7, gamma=0.9)
+    run_dir = script.train(args)
+    larger, minibatches = 6 * args.batch_size, 2 * args.num_minibatches
+    argv = ["--resume", str(run_dir), *flags(total_timesteps=larger, num_minibatches=minibatches)]
+    process = launcher.run(script.__name__, *argv)
+    assert process.returncode == 0, process.stderr
+    state = load(run_dir)
+    expected = small_args(script, seed=7, gamma=0.9, total_timesteps=larger, num_minibatches=minibatches)
+    assert script.Args(**state["args"]) == expected
+    assert (state["iteration"], state["global_step"]) == (6, larger)
+    rates = [(step, rate) for step, rate in read_scalars(run_dir)["charts/learning_rate"] if step > 4 * args.batch_size]
+    parts = {5: 2 / 6, 6: 1 / 6}  # of the new plan
+    assert rates == [(k * args.batch_size, pytest.approx(args.learning_rate * part)) for k, part in parts.items()]
+    assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def test_a_finished_run_stays_finished(script):
+    """Catches: a resume that trains past the planned end, or that spoils what is there."""
+    run_dir = script.train(small_args(script))
+    state, scalars = load(run_dir), read_scalars(run_dir)
+    script.train(small_args(script, resume=str(run_dir)))
+    assert same(load(run_dir), state)
+    assert read_scalars(run_dir) == scalars
+
+
+def test_kill_9_at_random_moments(script, launcher):
+    """Catches: a torn checkpoint, progress that is lost, a log that overlaps, and any state that a kill loses."""
+    rng = random.Random(script.__name__)
+    options = SMALL[script.__name__] | dict(exact_resume=True, checkpoint_every=2)
+    options["total_timesteps"] = 30 * small_args(script).batch_size
+    plain = script.train(script.Args(**options))
+
+    argv, checkpoint, steps = flags(**options), None, []
+
+    def version():
+        return checkpoint.stat().st_ino, checkpoint.stat().st_mtime_ns
+
+    for _ in range(5):
+        process = launcher.start(script.__name__, *argv)
+        if not checkpoint:
+            wait_until(lambda: len(list(Path("runs").glob("*/checkpoint.pt"))) == 2)
+            (run_dir,) = set(Path("runs").iterdir()) - {plain}
+            argv, checkpoint = ["--resume", str(run_dir)], run_dir / "checkpoint.pt"
+        for _ in range(rng.randrange(4)):  # some checkpoints later, and some time into what comes then
+            last = version()
+            wait_until(lambda last=last: version() != last or not process.running())
+        time.sleep(rng.uniform(0, 0.05))
+        process.send(signal.SIGKILL)
+        assert process.wait() in (-signal.SIGKILL, 0), process.stderr
+        steps.append(load(run_dir)["global_step"])  # raises if the file is torn
+    assert steps == sorted(steps)
+    assert steps[0] < options["total_timesteps"], "the first kill came too late to test anything"
+    process = launcher.run(script.__name__, *argv)
+    assert process.returncode == 0, process.stderr
+    assert_same_end(run_dir, plain)
