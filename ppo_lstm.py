@@ -124,10 +124,10 @@ class Args:
     log_std_init: float = 0.0  # Box actions: log of the initial standard deviation; -2 to 0
     learn_log_std: bool = True  # Box actions: learn the standard deviation
 
-    batch_size: int = field(init=False)
-    num_sequences: int = field(init=False)
-    minibatch_size: int = field(init=False)
-    num_iterations: int = field(init=False)
+    batch_size: tyro.conf.Suppress[int] = field(init=False)
+    num_sequences: tyro.conf.Suppress[int] = field(init=False)
+    minibatch_size: tyro.conf.Suppress[int] = field(init=False)
+    num_iterations: tyro.conf.Suppress[int] = field(init=False)
 
     def __post_init__(self):
         def require(names: str, valid, rule: str):
@@ -149,6 +149,7 @@ class Args:
             lambda x: 0 <= x < math.inf,
             "0 or more",
         )
+        require("seed", lambda x: x < 2**63, "less than 2^63")
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // self.num_minibatches
         self.num_iterations = self.total_timesteps // self.batch_size
@@ -494,7 +495,7 @@ def start_wandb(args: Args, run_dir: Path, run_id: str | None):
     try:
         import wandb
 
-        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=run_dir)
+        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=run_dir.parent)
         return wandb.init(**names, id=run_id, resume="allow", config=vars(args), sync_tensorboard=True)
     except Exception as error:  # no network, no login: no reason to stop training
         print(f"wandb is off for this run: {error}", file=sys.stderr)
@@ -558,8 +559,8 @@ def train(args: Args) -> Path:
         recent_returns.extend(state["recent_returns"])
         best_return, best_iteration = state["best_return"], state["best_iteration"]
     else:
-        now = int(time.time())
-        while (run_dir := Path(f"runs/{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{now}")).exists():
+        name, now = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-"), int(time.time())
+        while (run_dir := Path(f"runs/{name}__{now}")).exists():
             now += 1
         try:
             run_dir.mkdir(parents=True)
@@ -720,7 +721,7 @@ def parse_args() -> Args:
     parser.add_argument("--resume")
     run_dir = parser.parse_known_args()[0].resume
     default = Args(**load_checkpoint(Path(run_dir) / "checkpoint.pt")["args"]) if run_dir else Args()
-    return replace(tyro.cli(Args, default=default, description=__doc__))  # replace: derived sizes anew
+    return replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
 
 
 if __name__ == "__main__":
