@@ -562,13 +562,14 @@ def train(args: Args) -> Path:
         name, now = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-"), int(time.time())
         while (run_dir := Path(f"runs/{name}__{now}")).exists():
             now += 1
-        try:
-            run_dir.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {run_dir}: {error.strerror}") from None
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        wandb_run = start_wandb(args, run_dir, wandb_id) if args.track else None  # it listens to the writer made next
+        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir}: {error.strerror}") from None
     print_args(args)
     print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}")
-    wandb_run = start_wandb(args, run_dir, wandb_id) if args.track else None
 
     to_tensor = lambda array: torch.as_tensor(array, device=device)
     T, N, S = args.num_steps, args.num_envs, args.seq_len or args.num_steps
@@ -589,7 +590,7 @@ def train(args: Args) -> Path:
     with (
         contextlib.closing(envs),
         catch_signals() as stop,
-        SummaryWriter(run_dir, purge_step=global_step + 1) as writer,
+        writer,
         tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=None, dynamic_ncols=True) as bar,
     ):
         while True:  # iteration counts those completed

@@ -11,6 +11,16 @@ import torch
 from conftest import SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from launcher import wait_until
+from tensorboard.summary.writer import event_file_writer
+
+
+@pytest.fixture(autouse=True)
+def count_event_files_anew(monkeypatch):
+    """TensorBoard reads a run's files in the order of their names: time in seconds, process, count in that process.
+
+    A run of the tests is resumed in the same second and process, and a 10th file would come before the 9th.
+    """
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def load(run_dir: Path) -> dict:
@@ -191,8 +201,10 @@ def test_kill_9_at_random_moments(script, launcher):
 
     argv, checkpoint, steps = flags(**options), None, []
 
-    def version():
-        return checkpoint.stat().st_ino, checkpoint.stat().st_mtime_ns
+    def wait_for_the_next(process):
+        version = lambda: (checkpoint.stat().st_ino, checkpoint.stat().st_mtime_ns)
+        last = version()
+        wait_until(lambda: version() != last or not process.running())
 
     for _ in range(5):
         process = launcher.start(script.__name__, *argv)
@@ -201,8 +213,7 @@ def test_kill_9_at_random_moments(script, launcher):
             (run_dir,) = set(Path("runs").iterdir()) - {plain}
             argv, checkpoint = ["--resume", str(run_dir)], run_dir / "checkpoint.pt"
         for _ in range(rng.randrange(4)):  # some checkpoints later, and some time into what comes then
-            last = version()
-            wait_until(lambda last=last: version() != last or not process.running())
+            wait_for_the_next(process)
         time.sleep(rng.uniform(0, 0.05))
         process.send(signal.SIGKILL)
         assert process.wait() in (-signal.SIGKILL, 0), process.stderr

@@ -1,0 +1,115 @@
+"""What goes wrong in the midst of a run is told, and spoils neither the parameters nor the last checkpoint."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROBED, SMALL, flags, parameters, read_scalars, small_args
+from faulty_envs import hook_envs
+
+
+@pytest.fixture
+def agents(script, monkeypatch):
+    """The agents that the script makes, and their parameters at the last call of `optimizer.step`."""
+    made, Agent = [], script.Agent
+
+    class Spy(Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(script, "Agent", Spy)
+    return made
+
+
+def assert_finite(tensors) -> None:
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def assert_told(error: FloatingPointError, step: int) -> None:
+    """The error names the step, what to look at and what to try, and the checkpoint to go back to."""
+    assert re.search(rf"\bstep {step}\b", str(error))
+    assert "--learning-rate" in str(error)
+    assert "checkpoint.pt" in str(error)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_reward_that_is_no_number(script, monkeypatch, agents, value):
+    """Catches: a run that goes on for ten hours with NaN parameters, and saves them over the good ones."""
+    args = small_args(script, checkpoint_every=2)
+
+    def spoil(count, transition):
+        if count == 2 * args.num_steps + 1:  # in the third iteration
+            transition[1] = np.full(args.num_envs, value)
+
+    hook_envs(monkeypatch, script, spoil)
+    with pytest.raises(FloatingPointError) as error:
+        script.train(args)
+    assert_told(error.value, 3 * args.batch_size)
+    (run_dir,) = Path("runs").iterdir()
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 2
+    assert_finite(parameters(run_dir).values())
+    assert_finite(agents[0].parameters())
+    assert [step for step, _ in read_scalars(run_dir)["losses/value_loss"]] == [args.batch_size, 2 * args.batch_size]
+    # and the checkpoint is as good as it says
+    hook_envs(monkeypatch, script, None)
+    script.train(small_args(script, resume=str(run_dir)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_gradient_that_is_no_number(script, monkeypatch, agents, value):
+    """Catches: a check of the loss alone, or one that comes after the parameters were changed."""
+    args, calls, before = small_args(script), [], []
+    clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
+
+    def spoil(parameters, max_norm):
+        parameters = list(parameters)
+        calls.append(None)
+        if len(calls) == 5:
+            parameters[-1].grad.view(-1)[0] = value
+            before.extend(parameter.detach().clone() for parameter in parameters)
+        return clip_grad_norm_(parameters, max_norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoil)
+    with pytest.raises(FloatingPointError) as error:
+        script.train(args)
+    assert_told(error.value, args.batch_size)
+    assert len(calls) == 5
+    after = list(agents[0].parameters())
+    assert len(before) == len(after) > 0
+    assert all(torch.equal(old, new) for old, new in zip(before, after))
+
+
+def test_an_env_that_raises(script, monkeypatch, agents):
+    """Catches: an env's error that is swallowed or dressed up, and a checkpoint written in its wake."""
+
+    class GripperError(Exception):
+        pass
+
+    args = small_args(script, checkpoint_every=2)
+
+    def fail(count, transition):
+        if count == 3 * args.num_steps - 1:
+            raise GripperError("stuck")
+
+    hook_envs(monkeypatch, script, fail)
+    with pytest.raises(GripperError, match=r"^stuck$"):
+        script.train(args)
+    (run_dir,) = Path("runs").iterdir()
+    assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 2
+    assert [step for step, _ in read_scalars(run_dir)["losses/value_loss"]] == [args.batch_size, 2 * args.batch_size]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_the_traceback_of_an_env_that_raises(probed_script, launcher, vectorization):
+    """Catches: an env's error that is told without the line of the env that it comes from, or that hangs the run."""
+    actions, _ = PROBED[probed_script.__name__]
+    options = dict(env_id=f"faulty_envs:Raises{actions}-v0", vectorization=vectorization, checkpoint_every=1)
+    process = launcher.run(probed_script.__name__, *flags(**SMALL[probed_script.__name__] | options))
+    assert process.returncode == 1
+    assert "RuntimeError: the gripper is stuck" in process.stderr
+    assert re.search(r'faulty_envs\.py", line \d+, in move', process.stderr)
+    (run_dir,) = Path("runs").iterdir()
+    assert probed_script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 1

@@ -1,0 +1,139 @@
+"""SIGINT and SIGTERM: the iteration is finished, the run is saved, the way to go on is told; and nothing survives."""
+
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROBED, ROOT, SMALL, flags, read_scalars, small_args
+from faulty_envs import hook_envs
+from launcher import wait_until
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+ENDLESS = dict(total_timesteps=10**9)
+
+
+def load(run_dir: Path) -> dict:
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def signal_at(monkeypatch, script, step: int, signum: int) -> None:
+    """Let the script's next runs get the signal in the given step of their rollouts."""
+    hook_envs(monkeypatch, script, lambda count, _: count == step and signal.raise_signal(signum))
+
+
+def second_iteration(script) -> int:
+    """A step in the midst of the second iteration."""
+    return small_args(script).num_steps * 3 // 2
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_ends_the_run_as_a_pause(script, monkeypatch, capfd, launcher, signum):
+    """Catches: an iteration cut short or lost, a wrong exit code, and a resume command that does not work."""
+    before = [signal.getsignal(each) for each in SIGNALS]
+    signal_at(monkeypatch, script, second_iteration(script), signum)
+    with pytest.raises(SystemExit) as exit:
+        script.train(small_args(script))
+    assert exit.value.code == 128 + signum
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    (run_dir,) = Path("runs").iterdir()
+    batch_size, state = small_args(script).batch_size, load(run_dir)
+    assert (state["iteration"], state["global_step"]) == (2, 2 * batch_size)
+    assert [step for step, _ in read_scalars(run_dir)["losses/value_loss"]] == [batch_size, 2 * batch_size]
+
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    python, *command = shlex.split(re.search(r"to go on: (.*)$", out, re.MULTILINE).group(1))
+    assert python == "python"
+    assert Path(command[0]).resolve() == ROOT / f"{script.__name__}.py"
+    process = launcher.run(script.__name__, *command[1:])
+    assert process.returncode == 0, process.stderr
+    assert load(run_dir)["iteration"] == 4
+    assert "to go on" not in process.stdout
+    assert list(Path("runs").iterdir()) == [run_dir]
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_with_exact_resume_the_scheduled_checkpoint_stays(script, monkeypatch, signum):
+    """Catches: a checkpoint between two restarts of the envs, from which the resumed run would differ."""
+    signal_at(monkeypatch, script, second_iteration(script) + small_args(script).num_steps, signum)
+    with pytest.raises(SystemExit) as exit:
+        script.train(small_args(script, exact_resume=True, checkpoint_every=2))
+    assert exit.value.code == 128 + signum
+    (run_dir,) = Path("runs").iterdir()
+    assert load(run_dir)["iteration"] == 2
+
+
+def test_a_signal_skips_the_evaluation(script, monkeypatch):
+    """Catches: a stop that first plays games for minutes."""
+
+    def evaluate(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    signal_at(monkeypatch, script, second_iteration(script), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        script.train(small_args(script, checkpoint_every=1, eval_episodes=1))
+
+
+def test_a_signal_in_the_last_iteration_changes_nothing(script, monkeypatch, capfd):
+    """Catches: a finished run that tells its user to go on."""
+    args = small_args(script)
+    signal_at(monkeypatch, script, args.num_iterations * args.num_steps, signal.SIGTERM)
+    run_dir = script.train(args)
+    assert load(run_dir)["iteration"] == args.num_iterations
+    assert "to go on" not in capfd.readouterr().out
+
+
+def start(launcher, script, **options):
+    """Start a run that never ends, and wait until it is at work."""
+    process = launcher.start(script.__name__, *flags(**SMALL[script.__name__] | ENDLESS | options))
+    wait_until(lambda: list(Path("runs").glob("*/checkpoint.pt")) or not process.running())
+    return process
+
+
+def has_async(script) -> bool:
+    return "vectorization" in vars(script.Args())
+
+
+def test_ctrl_c_in_a_terminal(script, launcher):
+    """Catches: worker processes that die of the same Ctrl-C and take the iteration with them, or that survive."""
+    process = start(launcher, script, **dict(vectorization="async") if has_async(script) else {})
+    process.send_group(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in process.stderr
+    assert "to go on: python" in process.stdout
+
+
+def test_a_second_ctrl_c_stops_at_once(script, monkeypatch):
+    """Catches: a run that can only be killed while it is in a long iteration."""
+    step, last = second_iteration(script), []
+
+    def interrupt_twice(count, _):
+        last[:] = [count]
+        if count >= step:
+            signal.raise_signal(signal.SIGINT)
+
+    before = [signal.getsignal(each) for each in SIGNALS]
+    hook_envs(monkeypatch, script, interrupt_twice)
+    with pytest.raises(KeyboardInterrupt):
+        script.train(small_args(script))
+    assert last == [step + 1]
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    (run_dir,) = Path("runs").iterdir()
+    assert load(run_dir)["iteration"] == 0
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_second_ctrl_c_stops_a_hanging_env(probed_script, launcher, vectorization):
+    """Catches: an exit that waits for the env to finish its step, and a worker that stays in it."""
+    actions, _ = PROBED[probed_script.__name__]
+    options = dict(env_id=f"faulty_envs:Sleeps{actions}-v0", vectorization=vectorization)
+    process = launcher.start(probed_script.__name__, *flags(**SMALL[probed_script.__name__] | options))
+    wait_until(lambda: Path("asleep").exists() or not process.running())
+    assert Path("interrupted").exists()  # the first, which the env sends
+    process.send_group(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in process.stderr
