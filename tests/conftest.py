@@ -23,7 +23,14 @@ os.environ |= {
 # arguments that make a run of each script small: 4 iterations of a few dozen steps
 SMALL = {
     "ppo": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2),
+    "ppo_continuous_action": dict(
+        env_id="Pendulum-v1", total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2
+    ),
     "ppo_atari": dict(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, bf16=False, torch_threads=1),
+    "ppo_lstm": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2, seq_len=8, hidden_size=16),
+    "ppo_atari_lstm": dict(
+        total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, seq_len=4, bf16=False, torch_threads=1
+    ),
 }
 SCRIPTS = list(SMALL)
 ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]

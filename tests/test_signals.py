@@ -75,7 +75,7 @@ def test_a_signal_skips_the_evaluation(script, monkeypatch):
     monkeypatch.setattr(script, "evaluate", evaluate)
     signal_at(monkeypatch, script, second_iteration(script), signal.SIGTERM)
     with pytest.raises(SystemExit):
-        script.train(small_args(script, checkpoint_every=1, eval_episodes=1))
+        script.train(small_args(script, checkpoint_every=2, eval_every=2, eval_episodes=1))
 
 
 def test_a_signal_in_the_last_iteration_changes_nothing(script, monkeypatch, capfd):
@@ -98,11 +98,12 @@ def has_async(script) -> bool:
     return "vectorization" in vars(script.Args())
 
 
-def test_ctrl_c_in_a_terminal(script, launcher):
-    """Catches: worker processes that die of the same Ctrl-C and take the iteration with them, or that survive."""
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_to_all_processes(script, launcher, signum):
+    """Catches: workers that die of the Ctrl-C, or of a scheduler's SIGTERM, and take the iteration along; survivors."""
     process = start(launcher, script, **dict(vectorization="async") if has_async(script) else {})
-    process.send_group(signal.SIGINT)
-    assert process.wait() == 128 + signal.SIGINT
+    process.send_group(signum)
+    assert process.wait() == 128 + signum, process.stderr
     assert "Traceback" not in process.stderr
     assert "to go on: python" in process.stdout
 
