@@ -158,7 +158,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if module:
             importlib.import_module(module)
-        env = gym.make(name, render_mode="rgb_array" if video_dir else None, disable_env_checker=True)
+        env = gym.make(name, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
         if video_dir:

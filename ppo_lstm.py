@@ -195,7 +195,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if module:
             importlib.import_module(module)
-        env = gym.make(name, render_mode="rgb_array" if video_dir else None, disable_env_checker=True)
+        env = gym.make(name, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
         if isinstance(env.action_space, Discrete) and (start := env.action_space.start):  # the policy counts from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(env.action_space, Box):

@@ -37,7 +37,7 @@ ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
 
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards
-PROBED = {"ppo": ("", {})}
+PROBED = {"ppo": ("", {}), "ppo_continuous_action": ("Box", dict(norm_obs=False, norm_reward=False))}
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,24 @@ def test_schedule(script, monkeypatch):
     assert saved == [(k, k * args.batch_size) for k in (0, 3, 4)]
 
 
+def test_the_log_is_never_behind_the_checkpoint(script, monkeypatch):
+    """Catches: a gap in the curve of a run that is killed after a checkpoint, with the log's last lines in memory."""
+    events = []
+
+    def spy(owner, name, event):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(event), function(*args))[1])
+
+    spy(script.SummaryWriter, "add_scalar", "log")
+    spy(script.SummaryWriter, "flush", "flush")
+    spy(script, "save_checkpoint", "save")
+    script.train(small_args(script, checkpoint_every=1))
+    saves = [index for index, event in enumerate(events) if event == "save"]
+    assert len(saves) == 5
+    assert "log" in events
+    assert {events[index - 1] for index in saves} == {"flush"}
+
+
 def test_the_file_is_on_disk_before_it_is_renamed(script, run_dir, monkeypatch):
     """Catches: a checkpoint that a power cut leaves empty, for its name was on the disk before its contents."""
     events, fsync, replace = [], os.fsync, os.replace

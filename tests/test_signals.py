@@ -19,9 +19,17 @@ def load(run_dir: Path) -> dict:
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
 
-def signal_at(monkeypatch, script, step: int, signum: int) -> None:
-    """Let the script's next runs get the signal in the given step of their rollouts."""
-    hook_envs(monkeypatch, script, lambda count, _: count == step and signal.raise_signal(signum))
+def signal_at(monkeypatch, script, step: int, signum: int) -> list[int]:
+    """Let the script's next run get the signal in the given step of its rollouts; return the steps that it takes."""
+    steps = []
+
+    def hook(count, _):
+        steps.append(count)
+        if count == step:
+            signal.raise_signal(signum)
+
+    hook_envs(monkeypatch, script, hook)
+    return steps
 
 
 def second_iteration(script) -> int:
@@ -33,10 +41,11 @@ def second_iteration(script) -> int:
 def test_a_signal_ends_the_run_as_a_pause(script, monkeypatch, capfd, launcher, signum):
     """Catches: an iteration cut short or lost, a wrong exit code, and a resume command that does not work."""
     before = [signal.getsignal(each) for each in SIGNALS]
-    signal_at(monkeypatch, script, second_iteration(script), signum)
+    steps = signal_at(monkeypatch, script, second_iteration(script), signum)
     with pytest.raises(SystemExit) as exit:
         script.train(small_args(script))
     assert exit.value.code == 128 + signum
+    assert steps[-1] == 2 * small_args(script).num_steps
     assert [signal.getsignal(each) for each in SIGNALS] == before
     (run_dir,) = Path("runs").iterdir()
     batch_size, state = small_args(script).batch_size, load(run_dir)

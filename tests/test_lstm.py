@@ -1,0 +1,216 @@
+"""The recurrent scripts: the memory's arithmetic, its resets, what it is trained on, and what it is good for."""
+
+import importlib
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, run_script, small_args
+from gymnasium.spaces import Box, Discrete
+
+import ppo
+import ppo_lstm
+
+
+class Cue(gym.Env):
+    """Shows -1 or 1 at the first of five steps; the action at the fifth must match it. Chance is 0.5."""
+
+    observation_space, action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.t = int(self.np_random.integers(2)), 0
+        return np.array([2 * self.cue - 1, 0], np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        last = self.t == 5
+        return np.array([0, self.t / 5], np.float32), float(last and action == self.cue), last, False, {}
+
+
+class Cut(Cue):
+    """Never ends but by truncation, at its third step."""
+
+    def step(self, action):
+        self.t += 1
+        return np.array([0.5, self.t / 5], np.float32), 1.0, False, self.t == 3, {}
+
+
+gym.register("Cue-v0", Cue)
+gym.register("Cut-v0", Cut)
+
+
+@pytest.fixture(params=["ppo_lstm", "ppo_atari_lstm"])
+def recurrent(request):
+    """Each recurrent script in turn."""
+    return importlib.import_module(request.param)
+
+
+def random_sequences(script, num_layers=1, num_lstms=1, num_sequences=3, seq_len=70):
+    """A memory, inputs (M, S, F), a state, and starts that include step 0, the last one, and consecutive ones."""
+    torch.manual_seed(0)
+    memory = script.Memory(5, 8, num_layers, num_lstms)
+    starts = (torch.rand(num_sequences, seq_len) < 0.1).float()
+    starts[0, 0] = starts[1, -1] = starts[2, 5] = starts[2, 6] = 1
+    starts[1, 0] = 0
+    state = torch.randn_like(memory.initial_state(num_sequences))
+    return memory, torch.randn(num_sequences, seq_len, 5), state, starts
+
+
+@pytest.mark.parametrize("num_lstms", [1, 2])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_sequences_equal_steps(recurrent, num_layers, num_lstms):
+    """Catches: a reset that is missed, or misplaced, or a gradient that flows across one, in the sequence pass."""
+    memory, x, state, starts = random_sequences(recurrent, num_layers, num_lstms)
+    weights = torch.randn(num_lstms, 3, 70, 8)
+    features, _ = memory(x.flatten(0, 1), state, starts)
+    loss = sum((w.flatten(0, 1) * f).sum() for w, f in zip(weights, features))
+    gradients = torch.autograd.grad(loss, list(memory.parameters()))
+    steps, s = [], state
+    for t in range(70):
+        feature, s = memory(x[:, t], s, starts[:, t])
+        steps.append(torch.stack(feature))
+    by_step = torch.stack(steps, 2)  # (K, M, S, H)
+    torch.testing.assert_close(torch.stack(features), by_step.flatten(1, 2), rtol=1e-5, atol=1e-6)
+    by_step_gradients = torch.autograd.grad((weights * by_step).sum(), list(memory.parameters()))
+    for a, b in zip(gradients, by_step_gradients):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_state_is_zeroed_where_an_episode_starts(recurrent):
+    """Catches: a memory of the episode before; a reset by the flag of the outgoing observation."""
+    memory, x, state, _ = random_sequences(recurrent)
+    fresh, fresh_state = memory(x[:, 0], memory.initial_state(3), torch.zeros(3))
+    reset, reset_state = memory(x[:, 0], state, torch.ones(3))
+    kept, _ = memory(x[:, 0], state, torch.zeros(3))
+    assert torch.equal(fresh[0], reset[0])
+    assert torch.equal(fresh_state, reset_state)
+    assert not torch.allclose(kept[0], fresh[0])
+
+
+def test_permuted_envs_give_permuted_results(recurrent):
+    """Catches: states that are mixed up between envs."""
+    memory, x, state, starts = random_sequences(recurrent)
+    order = torch.tensor([2, 0, 1])
+    features = memory(x.flatten(0, 1), state, starts)[0][0].unflatten(0, (3, 70))
+    permuted = memory(x[order].flatten(0, 1), state[order], starts[order])[0][0].unflatten(0, (3, 70))
+    torch.testing.assert_close(features[order], permuted)
+
+
+def test_lstm_init(recurrent):
+    """Catches: torch's uniform default in place of orthogonal weights and zero biases."""
+    memory = recurrent.Memory(512, 32, 1, 1)
+    for name, parameter in memory.named_parameters():
+        if "bias" in name:
+            assert not parameter.any()
+        else:
+            smaller = parameter if parameter.shape[0] < parameter.shape[1] else parameter.T
+            torch.testing.assert_close(smaller @ smaller.T, torch.eye(len(smaller)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seq_len", [0, 1, 2, 8])
+def test_replayed_log_probabilities_equal_the_rollouts(recurrent, seq_len, monkeypatch):
+    """Catches: a wrong stored state, a sequence out of order, a state not carried from one rollout to the next."""
+    ratios, original = [], recurrent.ppo_loss
+
+    def spy(new_logprobs, old_logprobs, advantages, new_values, old_values, *rest):
+        ratios.append((new_logprobs - old_logprobs).abs().max().item())
+        ratios.append((new_values - old_values).abs().max().item() / (1 + old_values.abs().max().item()))
+        return original(new_logprobs, old_logprobs, advantages, new_values, old_values, *rest)
+
+    monkeypatch.setattr(recurrent, "ppo_loss", spy)
+    args = SMALL[recurrent.__name__] | dict(seq_len=seq_len, num_steps=32, total_timesteps=192)
+    args |= dict(num_minibatches=1, update_epochs=1, learning_rate=1e-2)
+    recurrent.train(recurrent.Args(**args))
+    assert len(ratios) == 2 * 3
+    assert max(ratios) < 1e-4
+
+
+def test_the_final_observation_is_valued_with_the_state_that_led_to_it(monkeypatch):
+    """Catches: the bootstrap of a truncated episode from a state of zeros, or from the next episode's."""
+    seen, original = [], ppo_lstm.compute_gae
+
+    def spy(rewards, values, next_values, *rest):
+        seen.append(next_values.clone())
+        return original(rewards, values, next_values, *rest)
+
+    monkeypatch.setattr(ppo_lstm, "compute_gae", spy)
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, env_id="Cut-v0", total_timesteps=32, learning_rate=1e-12))
+    envs = ppo_lstm.make_envs(small_args(ppo_lstm, env_id="Cut-v0"), 1)
+    agent = ppo_lstm.Agent(envs, hidden_size=16)
+    ppo_lstm.load_checkpoint(run_dir / "checkpoint.pt", agent)
+    values = []
+    for cue in (-1, 1):
+        state, starts = agent.memory.initial_state(1), torch.ones(1)
+        for obs in ([cue, 0], [0.5, 0.2], [0.5, 0.4]):
+            *_, state = agent.get_action_and_value(torch.tensor([obs]), state, starts)
+            starts = torch.zeros(1)
+        values.append(agent.get_value(torch.tensor([[0.5, 0.6]]), state, starts).item())
+    truncated = seen[0][2::3].flatten()  # an episode lasts 3 steps
+    distance = torch.stack([(truncated - value).abs() for value in values]).min(0).values
+    assert distance.max() < 1e-5
+    assert abs(values[0] - values[1]) > 1e-4, "the state makes a difference"
+
+
+def test_memory_is_needed_and_there():
+    """Catches: a memory that does not learn; a probe that needs none."""
+    settings = dict(env_id="Cue-v0", num_envs=8, num_steps=40, learning_rate=3e-3, gamma=0.9, ent_coef=0.003)
+    returns = {}
+    for script, extra in ((ppo_lstm, dict(seq_len=40, hidden_size=32)), (ppo, {})):
+        run_dir = script.train(script.Args(**settings, **extra, total_timesteps=48_000))
+        returns[script.__name__] = np.mean(script.evaluate(run_dir / "checkpoint.pt", 100))
+    assert returns["ppo_lstm"] > 0.95
+    assert returns["ppo"] < 0.75
+
+
+def test_velocities_are_hidden_where_they_are_known():
+    """Catches: a default task that needs no memory."""
+    hidden = ppo_lstm.make_envs(ppo_lstm.Args(), 2)
+    shown = ppo_lstm.make_envs(ppo_lstm.Args(mask_velocity=False), 2)
+    for envs in (hidden, shown):
+        envs.reset(seed=[1, 2])
+    a, b = (envs.step(np.array([0, 1]))[0] for envs in (hidden, shown))
+    assert (a[:, [0, 2]] == b[:, [0, 2]]).all()
+    assert not a[:, [1, 3]].any()
+    assert b[:, [1, 3]].all()
+    assert ppo_lstm.make_envs(ppo_lstm.Args(env_id="Acrobot-v1"), 1).reset(seed=[1])[0][:, 4:].all()
+    result = run_script("ppo_lstm", "--env-id", "Acrobot-v1", "--mask-velocity", "True")
+    assert result.returncode == 2
+    assert "leave --mask-velocity out" in result.stderr
+
+
+def test_rewards_are_raised_to_the_floor_and_scaled(monkeypatch):
+    """Catches: options of the rewards that are not used, or that change what is logged."""
+    seen, original = [], ppo_lstm.compute_gae
+    monkeypatch.setattr(ppo_lstm, "compute_gae", lambda r, *rest: (seen.append(r), original(r, *rest))[1])
+    ppo_lstm.train(small_args(ppo_lstm, env_id="Cue-v0", reward_floor=0.5, reward_scale=0.1))
+    assert torch.cat(seen).unique().tolist() == pytest.approx([0.05, 0.1])
+
+
+def test_patience_ends_a_run():
+    """Catches: a run that goes on for hours after it has stopped to improve."""
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, env_id="Cut-v0", total_timesteps=3200, patience=3))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["iteration"] == 1 + 3, "the return is 3 from the first iteration on"
+
+
+def test_the_critic_has_a_learning_rate_of_its_own():
+    """Catches: parameter groups that leave a parameter out, or twice in."""
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, critic_learning_rate=1e-12, learning_rate=1e-2))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    torch.manual_seed(1)
+    agent = ppo_lstm.Agent(ppo_lstm.make_envs(small_args(ppo_lstm), 2), hidden_size=16)
+    moved = {name for name, value in agent.state_dict().items() if not torch.allclose(value, state["agent"][name])}
+    assert {name for name in moved if name.startswith(("critic", "memory.lstms.1"))} == set()
+    assert {name.split(".")[0] for name in moved} == {"actor", "memory"}
+    assert sum(len(group["params"]) for group in state["optimizer"]["param_groups"]) == len(list(agent.parameters()))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_box_actions_and_layers(shared):
+    """Catches: an option that only works with the defaults of the others."""
+    options = dict(env_id="Pendulum-v1", shared_lstm=shared, num_layers=2, log_std_init=-1.0, learn_log_std=False)
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, **options))
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["actor_logstd"].tolist() == [-1.0]
+    assert len(ppo_lstm.evaluate(run_dir / "checkpoint.pt", 2)) == 2
