@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import ctypes
 import difflib
+import functools
 import importlib
 import io
 import math
@@ -146,8 +147,8 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     module, _, name = args.env_id.rpartition(":")
 
     def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # an async worker leaves Ctrl-C to the main process
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if multiprocessing.parent_process() and hasattr(os, "setpgrp"):  # an async worker: signals are for the main one
+            os.setpgrp()
         if module:
             importlib.import_module(module)
         env = gym.make(name, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
@@ -161,6 +162,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     try:
         vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
         envs = vector_env([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
     except (gym.error.Error, ImportError) as error:
         near = ", ".join(difflib.get_close_matches(name, gym.registry)) or "none"
         raise UserError(f"cannot make the env {args.env_id}: {error} (registered ids like it: {near})") from None

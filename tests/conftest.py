@@ -37,7 +37,10 @@ ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
 
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards
-PROBED = {"ppo": ("", {}), "ppo_continuous_action": ("Box", dict(norm_obs=False, norm_reward=False))}
+PROBED = {
+    "ppo": ("", {}),
+    "ppo_continuous_action": ("Box", dict(norm_obs=False, norm_reward=False, num_minibatches=4, update_epochs=4)),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -195,6 +195,7 @@ def test_a_random_frame_skip_is_refused(atari_script):
             atari_script.make_envs(small_args(atari_script, env_id=env_id), 1)
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)  # it takes 27,000 steps
 def test_a_game_is_truncated_at_108_000_frames(atari_script, without_noops):
     """Catches: the limit counted in steps, no limit, or one that counts as a lost game."""
     args = small_args(atari_script, env_id="MontezumaRevengeNoFrameskip-v4", env_threads=1)

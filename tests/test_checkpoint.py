@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, flags, probe_args, same_parameters, small_args
+from conftest import PROBED, SCRIPTS, SMALL, flags, same_parameters, small_args
 from faulty_envs import Stop, crash_at
 
 
@@ -320,10 +320,11 @@ def test_another_env_is_refused(script, launcher, run_dir):
 
 def test_another_env_of_the_same_shape_is_refused(probed_script):
     """Catches: a check of the network alone, which fits many envs."""
-    sizes = SMALL[probed_script.__name__]
-    run_dir = probed_script.train(probe_args(probed_script, "ConstantReward", **sizes))
+    actions, _ = PROBED[probed_script.__name__]
+    first, other = (f"probe_envs:{name}{actions}-v0" for name in ("ConstantReward", "ObservationValue"))
+    run_dir = probed_script.train(small_args(probed_script, env_id=first))
     with pytest.raises(probed_script.UserError, match="ConstantReward"):
-        probed_script.train(probe_args(probed_script, "ObservationValue", resume=str(run_dir), **sizes))
+        probed_script.train(small_args(probed_script, env_id=other, resume=str(run_dir)))
 
 
 def test_a_folder_that_cannot_be_made(script, launcher):

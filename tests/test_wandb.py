@@ -43,6 +43,7 @@ def contents(path: Path) -> tuple[dict, dict]:
     return config, history
 
 
+@pytest.mark.parametrize("script", ["ppo", "ppo_atari"], indirect=True)  # start_wandb is the same text in all
 def test_an_offline_run_holds_everything(script):
     """Catches: tags that only TensorBoard gets, rows sent twice, a config that is missing, a run that is not closed."""
     options = SMALL[script.__name__] | dict(track=True, eval_episodes=1, capture_video=True, seed=5)
