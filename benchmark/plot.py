@@ -1,4 +1,4 @@
-"""Draw the curves in benchmark/results/*.csv: one panel per script and env, a line per seed, the published return dashed.
+"""Draw benchmark/results/*.csv: a panel per script and env, a line per seed, the published return dashed.
 
 Run:   pip install -r benchmark/requirements.txt && python benchmark/plot.py
 """
