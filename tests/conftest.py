@@ -116,3 +116,8 @@ def same_parameters(run_dir: Path, other_dir: Path) -> bool:
     """Whether two runs ended with the same parameters, bit for bit."""
     ours, theirs = parameters(run_dir), parameters(other_dir)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def pytest_collection_modifyitems(items):
+    """MicroRTS comes last: once its JVM runs in this process, with threads of its own, no test should fork."""
+    items.sort(key=lambda item: "microrts" in item.path.name)

