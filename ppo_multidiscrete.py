@@ -566,17 +566,17 @@ class Agent(nn.Module):
         """
         hidden = self.encode(obs)
         logits = self.actor(hidden)  # of all components, one after the other
-        if action is None:  # argmax samples, if Gumbel noise is added; by the same noise the unit is chosen once
-            scores = logits if deterministic else logits - torch.rand_like(logits).log().neg().log()
+        if action is None:  # the argmax of logits plus Gumbel noise is a sample
+            scores = logits if deterministic else logits - torch.empty_like(logits).exponential_().log()
             valid = lambda: scores.masked_fill(~self.masks, -math.inf).split(self.nvec, -1)
             self.ask_envs()
-            self.ask_envs(valid()[0].argmax(-1))
+            self.ask_envs(valid()[0].argmax(-1))  # first the unit, then, given what it can do, the other components
             action = torch.stack([x.argmax(-1) for x in valid()], -1).unflatten(1, self.action_shape)
-        invalid = ~(self.masks if masks is None else masks)
-        log_probs = torch.cat([x.log_softmax(-1) for x in logits.masked_fill(invalid, -1e9).split(self.nvec, -1)], -1)
+        masked = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0, 0 * -1e9 no NaN
+        log_probs = torch.cat([x.log_softmax(-1) for x in masked.split(self.nvec, -1)], -1)  # (N, L)
         logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
-        log_probs = log_probs.masked_fill(invalid, 0)  # e^0 * 0 adds nothing to the entropy, as 0 * log 0 should
-        return action, logprob, -(log_probs.exp() * log_probs).sum(-1), self.critic(hidden).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 
 
 def compute_gae(
