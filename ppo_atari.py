@@ -535,7 +535,7 @@ def train(args: Args) -> Path:
 
             # rollout
             episodes = []  # (return, length) of each that ends in this rollout
-            with torch.no_grad():
+            with torch.inference_mode():
                 for step in range(T):
                     obs[step] = torch.as_tensor(next_obs)
                     actions[step], logprobs[step], _, values[step] = policy(obs[step])

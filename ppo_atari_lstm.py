@@ -628,7 +628,7 @@ def train(args: Args) -> Path:
 
             # rollout
             episodes = []  # (return, length) of each that ends in this rollout
-            with torch.no_grad():
+            with torch.inference_mode():
                 for step in range(T):
                     obs[step], starts[step] = torch.as_tensor(next_obs), next_starts
                     if step % S == 0:

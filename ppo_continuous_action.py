@@ -52,7 +52,6 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -205,6 +204,7 @@ class RunningNorm(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("bound", torch.tensor(math.inf, dtype=torch.float64))  # nothing seen: nothing clipped
 
@@ -215,16 +215,17 @@ class RunningNorm(nn.Module):
         m2 = self.var * self.count + x.var(0, correction=0) * n + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var.copy_(m2 / total)
+        self.std.copy_((self.var + 1e-8).sqrt())
         self.count.copy_(total)
         self.bound.fill_(10.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and clip: (N, *shape) -> (N, *shape) float32."""
-        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-self.bound, self.bound).float()
+        return ((x - self.mean) / self.std).clamp(-self.bound, self.bound).float()
 
     def scale(self, x: Tensor) -> Tensor:
         """Divide by the standard deviation, without centring, and clip."""
-        return (x / (self.var + 1e-8).sqrt()).clamp(-self.bound, self.bound).float()
+        return (x / self.std).clamp(-self.bound, self.bound).float()
 
 
 class Agent(nn.Module):
@@ -252,10 +253,12 @@ class Agent(nn.Module):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         x = self.obs_norm(obs)
         mean = self.actor_mean(x).unflatten(-1, self.actor_logstd.shape)
-        dist = Normal(mean, self.actor_logstd.exp().expand_as(mean), validate_args=False)  # [cont 1]
+        std = self.actor_logstd.exp()
         if action is None:
-            action = mean if deterministic else dist.sample()
-        logprob, entropy = dist.log_prob(action).flatten(1).sum(1), dist.entropy().flatten(1).sum(1)  # [cont 3]
+            action = mean if deterministic else (mean + std * torch.randn_like(mean)).detach()
+        log_scale = (self.actor_logstd + 0.5 * math.log(2 * math.pi)).sum()
+        logprob = -0.5 * (((action - mean) / std) ** 2).flatten(1).sum(1) - log_scale  # [cont 1] [cont 3]
+        entropy = (log_scale + 0.5 * std.numel()).expand(len(mean))  # the same in all states
         return action, logprob, entropy, self.critic(x).squeeze(-1)
 
 
@@ -533,7 +536,7 @@ def train(args: Args) -> Path:
 
             # rollout
             episodes = []  # (return, length) of each that ends in this rollout
-            with torch.no_grad():
+            with torch.inference_mode():
                 for step in range(T):
                     obs[step] = torch.as_tensor(next_obs)
                     actions[step], logprobs[step], _, values[step] = policy(obs[step])

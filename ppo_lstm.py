@@ -54,7 +54,6 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -340,10 +339,13 @@ class Agent(nn.Module):
             entropy = -(log_probs.exp() * log_probs).sum(-1)
             return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value, state
         mean = output.unflatten(-1, self.actor_logstd.shape)
-        dist = Normal(mean, self.actor_logstd.exp().expand_as(mean), validate_args=False)
+        std = self.actor_logstd.exp()
         if action is None:
-            action = mean if deterministic else dist.sample()
-        return action, dist.log_prob(action).flatten(1).sum(1), dist.entropy().flatten(1).sum(1), value, state
+            action = mean if deterministic else (mean + std * torch.randn_like(mean)).detach()
+        log_scale = (self.actor_logstd + 0.5 * math.log(2 * math.pi)).sum()
+        logprob = -0.5 * (((action - mean) / std) ** 2).flatten(1).sum(1) - log_scale  # [cont 1] [cont 3]
+        entropy = (log_scale + 0.5 * std.numel()).expand(len(mean))  # the same in all states
+        return action, logprob, entropy, value, state
 
 
 def compute_gae(
@@ -623,7 +625,7 @@ def train(args: Args) -> Path:
 
             # rollout
             episodes = []  # (return, length) of each that ends in this rollout
-            with torch.no_grad():
+            with torch.inference_mode():
                 for step in range(T):
                     obs[step], starts[step] = torch.as_tensor(next_obs), next_starts
                     if step % S == 0:
