@@ -3,9 +3,10 @@
 Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --env-ids Hopper-v5 --seeds 1 2 3 --jobs 2
        (what follows `--` goes to the script: ... -- --total-timesteps 500000)
 
-For each env it writes benchmark/results/SCRIPT__ENV.csv: seed, global_step, episodic_return (the mean over the episodes
-that ended in one iteration), and adds a line per run to benchmark/results/summary.csv: the mean return of the last 100
-episodes. A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read.
+For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): seed, global_step,
+episodic_return (the mean over the episodes that ended in one iteration), and adds a line per run to summary.csv there:
+the mean return of the last 100 episodes. A run that was begun before, in the same --work-dir, is resumed; one that is
+complete is only read.
 """
 
 import argparse
@@ -41,9 +42,10 @@ def read_curve(run_dir: Path, tag: str = "charts/episodic_return") -> list[tuple
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def write(script: str, env_id: str, runs: dict[int, Path]) -> None:
+def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     """Write the curves of one env, and its runs' lines of the summary."""
-    stem = f"{Path(script).stem}__{env_id.replace('/', '-')}"
+    env_name = env_id.replace("/", "-") + (f"__{label}" if label else "")
+    stem = f"{Path(script).stem}__{env_name}"
     with open(RESULTS / f"{stem}.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["seed", "global_step", "episodic_return"])
@@ -56,7 +58,7 @@ def write(script: str, env_id: str, runs: dict[int, Path]) -> None:
     for seed, run_dir in runs.items():
         state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
         returns = state["recent_returns"]
-        key = (Path(script).stem, env_id, str(seed))
+        key = (Path(script).stem, env_name, str(seed))
         mean = f"{sum(returns) / len(returns):.2f}"
         row = [*key, state["global_step"], len(returns), mean]
         rows[key] = dict(zip(["script", "env_id", "seed", "global_step", "episodes", "mean_return"], row))
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--script", required=True)
     parser.add_argument("--env-ids", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--label", default="", help="part of the result's name, where arguments follow `--`")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--work-dir", type=Path, default=Path("runs-benchmark"))
     ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
@@ -83,7 +86,7 @@ def main() -> None:
         run_dir = train(args.script, env_id, seed, args.work_dir.resolve(), extra)
         with lock:  # what is known so far is written after each run
             runs[env_id][seed] = run_dir
-            write(args.script, env_id, runs[env_id])
+            write(args.script, env_id, args.label, runs[env_id])
         print(f"{env_id} seed {seed}: {run_dir}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
