@@ -100,9 +100,9 @@ class Args:
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
-    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.9 to 1
+    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
     num_minibatches: int = 4  # minibatches per epoch; 1 to 32
-    update_epochs: int = 4  # passes over each batch; 3 to 10
+    update_epochs: int = 4  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
@@ -252,19 +252,19 @@ def has_bf16(device: torch.device) -> bool:
     return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
-def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut sequences, `starts` (M, S), where an episode starts: a library LSTM kernel can run over each piece.
 
-    Returns for each piece its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it goes on
-    from the state stored for its sequence, 0. where it starts from zeros.
+    Returns for each of P pieces its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it
+    goes on from the state stored for its sequence, 0. where it starts from zeros; all (P,). Then each position's piece.
     """
     num_sequences, seq_len = starts.shape
-    begins = starts > 0
-    begins[:, 0] = True
-    begins = begins.flatten().nonzero().squeeze(1)
+    cuts = starts > 0
+    cuts[:, 0] = True
+    begins = cuts.flatten().nonzero().squeeze(1)
     lengths = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])]) - begins
     carried = (begins % seq_len == 0).float() * (1 - starts.flatten()[begins])
-    return begins, lengths, carried
+    return begins, lengths, carried, cuts.flatten().cumsum(0) - 1
 
 
 class Memory(nn.Module):
@@ -296,20 +296,23 @@ class Memory(nn.Module):
                 features.append(h[-1])
                 next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
             return features, next_state
-        begins, lengths, carried = cut_at_episodes(starts)
+        begins, lengths, carried, pieces = cut_at_episodes(starts)
         first = state[begins // starts.shape[1]] * carried.view(-1, 1, 1, 1, 1)
         sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
-        outputs, found = [[] for _ in self.lstms], torch.empty(len(x), dtype=torch.long, device=x.device)
-        for size in sizes.unique():
+        outputs, rows = [[] for _ in self.lstms], 0
+        first_row, stride = torch.empty_like(lengths), torch.empty_like(lengths)  # where a piece's outputs are found
+        for size in sizes.unique() if starts.shape[1] > 32 else sizes[:1]:
             batch = (sizes == size).nonzero().squeeze(1)  # (P,) pieces
             steps = torch.arange(int(lengths[batch].max()), device=x.device)[:, None]  # (longest, 1)
-            positions, inside = begins[batch] + steps, steps < lengths[batch]  # (longest, P); steps past a piece's end
-            padded = x[positions.clamp(max=len(x) - 1)]  # may read what follows it, and are never looked at
-            offset = sum(len(output) for output in outputs[0])
-            found[positions[inside]] = offset + inside.flatten().nonzero().squeeze(1)
+            positions = begins[batch] + steps  # (longest, P); past a piece's end is what follows, never looked at
+            padded = x[positions.clamp(max=len(x) - 1)]
+            first_row[batch], stride[batch] = torch.arange(rows, rows + len(batch), device=x.device), len(batch)
+            rows += positions.numel()
             for k, lstm in enumerate(self.lstms):
                 h, c = first[batch, k].permute(1, 2, 0, 3).contiguous()
                 outputs[k].append(lstm(padded, (h, c))[0].flatten(0, 1))
+        steps = torch.arange(len(x), device=x.device) - begins[pieces]
+        found = first_row[pieces] + steps * stride[pieces]
         return [torch.cat(output).index_select(0, found) for output in outputs], state
 
 

@@ -95,20 +95,20 @@ class Args:
 
     # algorithm
 
-    total_timesteps: int = 500_000  # env steps in the whole run
+    total_timesteps: int = 200_000  # env steps in the whole run
     learning_rate: float = 1e-3  # Adam's step size; 1e-4 to 1e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
-    gamma: float = 0.99  # discount per step; 0.9 to 0.999
+    gamma: float = 0.98  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
-    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.9 to 1
+    gae_lambda: float = 0.8  # bias (0) against variance (1) in GAE; 0.8 to 1
     num_minibatches: int = 4  # minibatches per epoch; 1 to 32
-    update_epochs: int = 4  # passes over each batch; 3 to 10
+    update_epochs: int = 20  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
-    clip_vloss: bool = True  # clip the change of the value too [core 9]; in no paper, rarely helps
-    ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
+    clip_vloss: bool = False  # clip the change of the value too [core 9]; in no paper, rarely helps
+    ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
@@ -239,19 +239,19 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     return layer
 
 
-def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut sequences, `starts` (M, S), where an episode starts: a library LSTM kernel can run over each piece.
 
-    Returns for each piece its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it goes on
-    from the state stored for its sequence, 0. where it starts from zeros.
+    Returns for each of P pieces its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it
+    goes on from the state stored for its sequence, 0. where it starts from zeros; all (P,). Then each position's piece.
     """
     num_sequences, seq_len = starts.shape
-    begins = starts > 0
-    begins[:, 0] = True
-    begins = begins.flatten().nonzero().squeeze(1)
+    cuts = starts > 0
+    cuts[:, 0] = True
+    begins = cuts.flatten().nonzero().squeeze(1)
     lengths = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])]) - begins
     carried = (begins % seq_len == 0).float() * (1 - starts.flatten()[begins])
-    return begins, lengths, carried
+    return begins, lengths, carried, cuts.flatten().cumsum(0) - 1
 
 
 class Memory(nn.Module):
@@ -283,20 +283,23 @@ class Memory(nn.Module):
                 features.append(h[-1])
                 next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
             return features, next_state
-        begins, lengths, carried = cut_at_episodes(starts)
+        begins, lengths, carried, pieces = cut_at_episodes(starts)
         first = state[begins // starts.shape[1]] * carried.view(-1, 1, 1, 1, 1)
         sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
-        outputs, found = [[] for _ in self.lstms], torch.empty(len(x), dtype=torch.long, device=x.device)
-        for size in sizes.unique():
+        outputs, rows = [[] for _ in self.lstms], 0
+        first_row, stride = torch.empty_like(lengths), torch.empty_like(lengths)  # where a piece's outputs are found
+        for size in sizes.unique() if starts.shape[1] > 32 else sizes[:1]:
             batch = (sizes == size).nonzero().squeeze(1)  # (P,) pieces
             steps = torch.arange(int(lengths[batch].max()), device=x.device)[:, None]  # (longest, 1)
-            positions, inside = begins[batch] + steps, steps < lengths[batch]  # (longest, P); steps past a piece's end
-            padded = x[positions.clamp(max=len(x) - 1)]  # may read what follows it, and are never looked at
-            offset = sum(len(output) for output in outputs[0])
-            found[positions[inside]] = offset + inside.flatten().nonzero().squeeze(1)
+            positions = begins[batch] + steps  # (longest, P); past a piece's end is what follows, never looked at
+            padded = x[positions.clamp(max=len(x) - 1)]
+            first_row[batch], stride[batch] = torch.arange(rows, rows + len(batch), device=x.device), len(batch)
+            rows += positions.numel()
             for k, lstm in enumerate(self.lstms):
                 h, c = first[batch, k].permute(1, 2, 0, 3).contiguous()
                 outputs[k].append(lstm(padded, (h, c))[0].flatten(0, 1))
+        steps = torch.arange(len(x), device=x.device) - begins[pieces]
+        found = first_row[pieces] + steps * stride[pieces]
         return [torch.cat(output).index_select(0, found) for output in outputs], state
 
 

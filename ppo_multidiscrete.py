@@ -106,9 +106,9 @@ class Args:
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
-    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.9 to 1
+    gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
     num_minibatches: int = 4  # minibatches per epoch; 1 to 32
-    update_epochs: int = 4  # passes over each batch; 3 to 10
+    update_epochs: int = 4  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]

@@ -32,13 +32,22 @@ OURS = {
     "breakout": ("ppo_atari", dict(total_timesteps=10_240)),
     "breakout-float32": ("ppo_atari", dict(total_timesteps=10_240, bf16=False)),
     "halfcheetah": ("ppo_continuous_action", dict(total_timesteps=20_480)),
-    "cartpole-lstm": ("ppo_lstm", dict(total_timesteps=20_480, seq_len=128)),
+    "cartpole-lstm": ("ppo_lstm", dict(total_timesteps=20_480, update_epochs=4, seq_len=128)),
     "cartpole-lstm-short-sequences": (
         "ppo_lstm",
-        dict(total_timesteps=163_840, num_envs=32, num_steps=512, update_epochs=10, seq_len=8, num_minibatches=16),
+        dict(
+            total_timesteps=163_840,
+            num_envs=32,
+            num_steps=512,
+            update_epochs=10,
+            seq_len=8,
+            num_minibatches=16,
+            torch_threads=0,
+        ),
     ),
     "breakout-lstm": ("ppo_atari_lstm", dict(total_timesteps=10_240)),
-    "microrts-mining": ("ppo_multidiscrete", dict(total_timesteps=51_200)),
+    "microrts-mining": ("ppo_multidiscrete", dict(total_timesteps=204_800)),
+    "microrts-mining-unmasked": ("ppo_multidiscrete", dict(total_timesteps=204_800, mask_actions=False)),
 }
 
 

@@ -31,6 +31,15 @@ SMALL = {
     "ppo_atari_lstm": dict(
         total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, seq_len=4, bf16=False, torch_threads=1
     ),
+    "ppo_multidiscrete": dict(
+        env_id="probe_envs:CartPoleMultiDiscrete-v0",
+        total_timesteps=128,
+        num_envs=2,
+        num_steps=16,
+        num_minibatches=2,
+        target_kl=None,
+        torch_threads=1,
+    ),
 }
 SCRIPTS = list(SMALL)
 ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
@@ -40,6 +49,7 @@ ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
 PROBED = {
     "ppo": ("", {}),
     "ppo_continuous_action": ("Box", dict(norm_obs=False, norm_reward=False, num_minibatches=4, update_epochs=4)),
+    "ppo_multidiscrete": ("MultiDiscrete", dict(clip_coef=0.2, target_kl=None, torch_threads=1)),
 }
 
 

@@ -1,13 +1,15 @@
 """Tiny envs whose optimal values and policies are known in closed form, for tests of what training learns.
 
 They are registered for each action space: `probe_envs:Name-v0` (Discrete), `probe_envs:NameBox-v0` and
-`probe_envs:NameMultiDiscrete-v0`. In each space an action amounts to one bit, see `Probe.bit`.
+`probe_envs:NameMultiDiscrete-v0`. In each space an action amounts to one bit, see `Probe.bit`. Besides, CartPole in two
+guises: with a MultiDiscrete action (CartPoleMultiDiscrete-v0) and without its velocities (CartPoleHidden-v0).
 """
 
 from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 ACTION_SPACES = {
@@ -153,3 +155,20 @@ for env_class in Probe.__subclasses__():
             max_episode_steps=TIME_LIMITS.get(env_class),
             kwargs=dict(actions=suffix),
         )
+
+
+def multi_discrete_cart_pole(**kwargs) -> gym.Env:
+    """CartPole that is pushed to the right where both parts of the action agree."""
+    return gym.wrappers.TransformAction(
+        CartPoleEnv(**kwargs), lambda action: int(action[0] == action[1]), MultiDiscrete([2, 2])
+    )
+
+
+def hidden_cart_pole(**kwargs) -> gym.Env:
+    """CartPole whose observation has zeros for velocities."""
+    env, seen = CartPoleEnv(**kwargs), np.array([1, 0, 1, 0], np.float32)
+    return gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
+
+
+gym.register("CartPoleMultiDiscrete-v0", entry_point=multi_discrete_cart_pole, max_episode_steps=500)
+gym.register("CartPoleHidden-v0", entry_point=hidden_cart_pole, max_episode_steps=500)

@@ -305,6 +305,7 @@ def test_a_checkpoint_of_another_script(script, monkeypatch):
 # another env that the script can train on
 OTHER_ENV = {"ppo": "Acrobot-v1", "ppo_atari": "PongNoFrameskip-v4", "ppo_atari_lstm": "PongNoFrameskip-v4"}
 OTHER_ENV |= {"ppo_continuous_action": "MountainCarContinuous-v0", "ppo_lstm": "Acrobot-v1"}
+OTHER_ENV |= {"ppo_multidiscrete": "probe_envs:EndlessMultiDiscrete-v0"}
 
 
 def test_another_env_is_refused(script, launcher, run_dir):
