@@ -20,6 +20,8 @@ os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
+torch.set_num_threads(1)  # where a test calls the network itself: two threads crawl on a machine that is busy
+
 # arguments that make a run of each script small: 4 iterations of a few dozen steps
 SMALL = {
     "ppo": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2),

