@@ -94,7 +94,7 @@ class Args:
     # algorithm
 
     total_timesteps: int = 10_000_000  # env steps in the whole run, each of 4 frames
-    learning_rate: float = 2.5e-4  # Adam's step size; 1e-4 to 1e-3
+    learning_rate: float = 2.5e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
@@ -344,6 +344,7 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     """
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
+    torch.set_num_threads(args.torch_threads or os.cpu_count())
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     args.eval_episodes = episodes
     returns = []

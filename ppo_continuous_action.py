@@ -93,7 +93,7 @@ class Args:
     # algorithm
 
     total_timesteps: int = 1_000_000  # env steps in the whole run
-    learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 1e-3
+    learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 2048  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
@@ -342,6 +342,7 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     """
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
+    torch.set_num_threads(args.torch_threads or os.cpu_count())
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     args.eval_episodes = episodes
     returns = []

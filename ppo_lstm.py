@@ -95,15 +95,15 @@ class Args:
 
     # algorithm
 
-    total_timesteps: int = 200_000  # env steps in the whole run
-    learning_rate: float = 1e-3  # Adam's step size; 1e-4 to 1e-3
+    total_timesteps: int = 150_000  # env steps in the whole run
+    learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.98  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.8  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 4  # minibatches per epoch; 1 to 32
-    update_epochs: int = 20  # passes over each batch; 3 to 20
+    num_minibatches: int = 8  # minibatches per epoch; 1 to 32
+    update_epochs: int = 10  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
@@ -113,7 +113,7 @@ class Args:
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
     seq_len: int = 32  # S, steps per training sequence, a divisor of num_steps; 0: the whole rollout [lstm 4]
-    hidden_size: int = 128  # H, units of each LSTM layer and of the layer after it
+    hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = False  # one LSTM for actor and critic instead of one each
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
@@ -306,7 +306,7 @@ class Memory(nn.Module):
 class Agent(nn.Module):
     """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` the LSTM is one."""
 
-    def __init__(self, envs: VectorEnv, hidden_size: int = 128, num_layers: int = 1, shared_lstm: bool = False):
+    def __init__(self, envs: VectorEnv, hidden_size: int = 64, num_layers: int = 1, shared_lstm: bool = False):
         super().__init__()
         obs_size, action_space = envs.single_observation_space.shape[0], envs.single_action_space
         self.discrete = isinstance(action_space, Discrete)
@@ -417,6 +417,7 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     """
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
+    torch.set_num_threads(args.torch_threads or os.cpu_count())
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     args.eval_episodes = episodes
     returns = []

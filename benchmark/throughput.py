@@ -32,7 +32,10 @@ OURS = {
     "breakout": ("ppo_atari", dict(total_timesteps=10_240)),
     "breakout-float32": ("ppo_atari", dict(total_timesteps=10_240, bf16=False)),
     "halfcheetah": ("ppo_continuous_action", dict(total_timesteps=20_480)),
-    "cartpole-lstm": ("ppo_lstm", dict(total_timesteps=20_480, update_epochs=4, seq_len=128)),
+    "cartpole-lstm": (
+        "ppo_lstm",
+        dict(total_timesteps=20_480, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128),
+    ),
     "cartpole-lstm-short-sequences": (
         "ppo_lstm",
         dict(
@@ -41,6 +44,7 @@ OURS = {
             num_steps=512,
             update_epochs=10,
             seq_len=8,
+            hidden_size=128,
             num_minibatches=16,
             torch_threads=0,
         ),

@@ -46,8 +46,10 @@ DETAILS = {
     "lstm 3": "states zeroed at episode starts",
     "lstm 4": "sequential minibatches",
     "lstm 5": "states rebuilt from the rollout's",
+    "multi 1": "independent action components",
     "aux 1": "clip range annealing",
     "aux 3": "early stop by KL",
+    "aux 4": "invalid action masks",
 }
 HOMES = {
     "core": "ppo.py",
@@ -55,6 +57,8 @@ HOMES = {
     "atari": "ppo_atari.py",
     "cont": "ppo_continuous_action.py",
     "lstm": "ppo_lstm.py",
+    "multi": "ppo_multidiscrete.py",
+    "aux 4": "ppo_multidiscrete.py",
 }
 
 
@@ -62,7 +66,7 @@ def table() -> str:
     """The README's table of details, from the scripts' own tags."""
     lines = ["| detail | what | where |", "| --- | --- | --- |"]
     for tag, what in DETAILS.items():
-        name = HOMES[tag.split()[0]]
+        name = HOMES.get(tag) or HOMES[tag.split()[0]]
         source = (ROOT / name).read_text().splitlines()
         cited = [number for number, line in enumerate(source, 1) if re.search(rf"\b{tag}\b", line)]
         where = ", ".join(f"[{name}:{number}]({name}#L{number})" for number in cited[:3])
