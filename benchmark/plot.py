@@ -15,12 +15,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED = {  # CleanRL's documentation: mean over 3 seeds at the end of the steps named
+PUBLISHED = {  # mean over seeds at the end of the steps named, by CleanRL's documentation and the 37 details' figures
     "HalfCheetah-v5": (1442.64, "CleanRL, v4, 1M"),
     "Hopper-v5": (2382.86, "CleanRL, v4, 1M"),
     "Walker2d-v5": (2287.95, "CleanRL, v4, 1M"),
     "InvertedPendulum-v5": (963.09, "CleanRL, v4, 1M"),
-    "MicrortsMining-v1": (39.0, "37 details, 2M"),
+    "MicrortsMining-v1": (39.6, "37 details, 2M"),
+    "MicrortsMining-v1__unmasked": (39.0, "37 details, 2M"),
+    "MicrortsAttackShapedReward-v1": (19.2, "37 details, 2M"),
+    "MicrortsAttackShapedReward-v1__unmasked": (7.8, "37 details, 2M"),
 }
 
 
@@ -30,7 +33,7 @@ def main() -> None:
     rows = math.ceil(len(panels) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 2.9 * rows), squeeze=False)
     for axis, path in zip(axes.flat, panels):
-        script, env_id = path.stem.split("__")[:2]
+        script, env_id = path.stem.split("__", 1)
         curves = defaultdict(list)
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
@@ -43,7 +46,7 @@ def main() -> None:
         if env_id in PUBLISHED:
             value, label = PUBLISHED[env_id]
             axis.axhline(value, linestyle="--", linewidth=1, color="grey", label=label)
-        axis.set_title(f"{script}.py: {env_id}", fontsize=9)
+        axis.set_title(f"{script}.py: {env_id.replace('__', ', ')}", fontsize=8)
         axis.set_xlabel("env steps, millions", fontsize=8)
         axis.set_ylabel("episodic return", fontsize=8)
         axis.tick_params(labelsize=7)
