@@ -11,16 +11,6 @@ import torch
 from conftest import ATARI_SCRIPTS, SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from launcher import wait_until
-from tensorboard.summary.writer import event_file_writer
-
-
-@pytest.fixture(autouse=True)
-def count_event_files_anew(monkeypatch):
-    """TensorBoard reads a run's files in the order of their names: time in seconds, process, count in that process.
-
-    A run of the tests is resumed in the same second and process, and a 10th file would come before the 9th.
-    """
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def load(run_dir: Path) -> dict:
