@@ -533,7 +533,7 @@ class Agent(nn.Module):
         super().__init__()
         obs_shape, self.action_shape = envs.single_observation_space.shape, envs.single_action_space.shape
         self.nvec = envs.single_action_space.nvec.flatten().tolist()
-        self.envs = envs.unwrapped
+        self.envs, self.envs_tell = envs.unwrapped, getattr(envs.unwrapped, "mask_actions", False)
         first_choices = torch.tensor(self.nvec).cumsum(0) - torch.tensor(self.nvec)  # each component's column of L
         self.register_buffer("first_choices", first_choices, persistent=False)
         # (N, L) bool, the valid choices when the agent last acted; all, as they are here, where the env does not tell
@@ -572,10 +572,9 @@ class Agent(nn.Module):
 
     @torch.compiler.disable
     def ask_envs(self, units: Tensor | None = None) -> None:
-        """Note in self.masks what is valid now in the envs, where they tell, and what the chosen units can do."""
-        if getattr(self.envs, "mask_actions", False):
-            masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
-            self.masks = torch.as_tensor(masks, device=self.masks.device)
+        """Note in self.masks what is valid now in the envs: the units, and what the chosen ones can do, if given."""
+        masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
+        self.masks = torch.as_tensor(masks, device=self.masks.device)
 
     def get_action_and_value(
         self, obs: Tensor, action: Tensor | None = None, masks: Tensor | None = None, deterministic: bool = False
@@ -588,17 +587,18 @@ class Agent(nn.Module):
         logits = self.actor(hidden)  # of all components, one after the other
         if action is None:  # the argmax of logits plus Gumbel noise is a sample
             scores = logits if deterministic else logits - (1 - torch.rand_like(logits)).log().neg().log()
-            allowed = lambda: scores.masked_fill(~self.masks, -math.inf)
-            self.ask_envs()  # first the unit is chosen, then, given what it can do, the other components
-            self.ask_envs(allowed()[:, : self.nvec[0]].argmax(-1))
-            action = torch.stack([x.argmax(-1) for x in allowed().split(self.nvec, -1)], -1)
+            if self.envs_tell:  # first the unit is chosen, then, given what it can do, the other components
+                self.ask_envs()
+                self.ask_envs(scores.masked_fill(~self.masks, -math.inf)[:, : self.nvec[0]].argmax(-1))
+                scores = scores.masked_fill(~self.masks, -math.inf)
+            action = torch.stack([x.argmax(-1) for x in scores.split(self.nvec, -1)], -1)
             action = action.unflatten(1, self.action_shape)
-        valid = (self.masks if masks is None else masks).float()
-        masked = logits + 1e9 * (valid - 1)  # exp(-1e9) is 0
-        log_probs = torch.cat([x.log_softmax(-1) for x in masked.split(self.nvec, -1)], -1)  # (N, L)
+        if self.envs_tell:
+            logits = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0
+        log_probs = torch.cat([x.log_softmax(-1) for x in logits.split(self.nvec, -1)], -1)  # (N, L)
         logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
-        log_probs = valid * log_probs  # 0 * log 0 is 0, here e^0 * 0
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        probs = log_probs.softmax(-1)  # log_probs.exp(), which sums to 1 in each component, by their number
+        entropy = -len(self.nvec) * (probs * log_probs).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 
 
@@ -861,6 +861,7 @@ def train(args: Args) -> Path:
 
             # rollout
             episodes = []  # (return, length) of each that ends in this rollout
+            torch.set_num_threads(1)  # a handful of rows is not worth a second one
             with torch.inference_mode():
                 for step in range(T):
                     obs[step] = torch.as_tensor(next_obs)
@@ -886,12 +887,16 @@ def train(args: Args) -> Path:
             )
 
             # update
-            batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
+            torch.set_num_threads(args.torch_threads or os.cpu_count())
+            batch = (obs, actions, logprobs, advantages, values, returns, masks)
+            batch = [x.flatten(0, 1) for x in batch]  # (B, ...)
             stats = []
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):  # [core 6]
-                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (x[mb_inds] for x in batch)
-                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions, masks.flatten(0, 1)[mb_inds])
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns, mb_masks = (
+                        x.index_select(0, mb_inds) for x in batch  # x[mb_inds], but whole rows are copied at once
+                    )
+                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions, mb_masks)
                     loss, mb_stats = loss_fn(
                         newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
                     )
