@@ -10,6 +10,7 @@ that belong to the agent, and the defaults of the MuJoCo experiments.
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
+With `torchrun --nproc-per-node 2 ppo_continuous_action.py` two processes share the work; N, B and M are then of each.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -41,12 +42,14 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
@@ -55,7 +58,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-TRAINING, EVALUATION = range(2)  # keys of the env streams, see env_seeds
+TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 
 
 class UserError(ValueError):
@@ -209,10 +212,11 @@ class RunningNorm(nn.Module):
         self.register_buffer("bound", torch.tensor(math.inf, dtype=torch.float64))  # nothing seen: nothing clipped
 
     def update(self, x: Tensor) -> None:
-        """Take in x, (B, *shape), by the parallel variance formula of Chan et al. 1983."""
-        x, n = x.double(), len(x)
-        delta, total = x.mean(0) - self.mean, self.count + n
-        m2 = self.var * self.count + x.var(0, correction=0) * n + delta**2 * self.count * n / total
+        """Take in x, (B, *shape), of all processes, by the parallel variance formula of Chan et al. 1983."""
+        x, n = x.double(), len(x) * rank_and_size()[1]
+        mean = average(x.mean(0))
+        delta, total = mean - self.mean, self.count + n
+        m2 = self.var * self.count + average(((x - mean) ** 2).mean(0)) * n + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var.copy_(m2 / total)
         self.std.copy_((self.var + 1e-8).sqrt())
@@ -335,6 +339,39 @@ def ppo_loss(
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank, and the number of processes that torchrun started together; (0, 1) without it."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def num_threads(wanted: int) -> int:
+    """`wanted`; where that is 0, one thread per core, of which each process on this machine gets its share."""
+    return wanted or max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def gather(items: list) -> list:
+    """The items of all processes, one process after the other."""
+    lists = [items] * rank_and_size()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(lists, items)
+    return [item for items in lists for item in items]
+
+
+def average(x: Tensor) -> Tensor:
+    """The mean of x over all processes; on one process, x."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
+
+
+def average_gradients(agent: nn.Module) -> None:
+    """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
+    if dist.is_initialized():
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+
+
 def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
@@ -342,7 +379,7 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     """
     state = load_checkpoint(checkpoint)
     args = Args(**state["args"])
-    torch.set_num_threads(args.torch_threads or os.cpu_count())
+    torch.set_num_threads(num_threads(args.torch_threads))
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     args.eval_episodes = episodes
     returns = []
@@ -455,12 +492,16 @@ def print_args(args: Args) -> None:
 
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    rank, processes = rank_and_size()  # rank 0 writes the log and the checkpoints, and evaluates
+    if args.num_envs % processes or args.minibatch_size % processes:
+        raise UserError(f"--num-envs and the minibatches' {args.minibatch_size} steps must be multiples of {processes}")
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    torch.set_num_threads(args.torch_threads or os.cpu_count())
+    torch.set_num_threads(num_threads(args.torch_threads))
     keep_freed_memory()
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
-    envs = make_envs(args, args.num_envs)
+    T, N = args.num_steps, args.num_envs // processes
+    envs = make_envs(args, N)
     agent = Agent(envs).to(device)
     nn.init.constant_(agent.actor_logstd, args.log_std_init).requires_grad_(args.learn_log_std)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
@@ -483,17 +524,19 @@ def train(args: Args) -> Path:
         name, now = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-"), int(time.time())
         while (run_dir := Path(f"runs/{name}__{now}")).exists():
             now += 1
+    run_dir = gather([run_dir])[0]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        wandb_run = start_wandb(args, run_dir, wandb_id) if args.track else None  # it listens to the writer made next
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1)
+        tracked = args.track and rank == 0
+        wandb_run = start_wandb(args, run_dir, wandb_id) if tracked else None  # it listens to the writer made next
+        writer = SummaryWriter(run_dir, purge_step=global_step + 1) if rank == 0 else contextlib.nullcontext()
     except OSError as error:
         raise UserError(f"cannot write to {run_dir}: {error.strerror}") from None
     print_args(args)
-    print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}")
+    together = f", {processes} processes" if processes > 1 else ""
+    print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}{together}")
 
     to_tensor = lambda array: torch.as_tensor(array, device=device)
-    T, N = args.num_steps, args.num_envs
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
     actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
@@ -505,26 +548,36 @@ def train(args: Args) -> Path:
 
     path, start_step, start_time, last_print = run_dir / "checkpoint.pt", global_step, time.time(), time.time()
     iteration = global_step // args.batch_size
-    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
+
+    def reset_envs() -> np.ndarray:
+        """Begin new episodes, on seeds that no other process and no other iteration has."""
+        if rank:  # rank 0 goes on with the stream of the checkpoint
+            torch.manual_seed(env_seeds(args, processes, SAMPLING, iteration)[rank])
+        return envs.reset(seed=env_seeds(args, args.num_envs, TRAINING, iteration)[rank * N :][:N])[0]
+
+    next_obs = reset_envs()
+    hide_bar = True if rank else None  # None: where there is no terminal
     with (
         contextlib.closing(envs),
-        catch_signals() as stop,
+        catch_signals() as signals,
         writer,
-        tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=None, dynamic_ncols=True) as bar,
+        tqdm(
+            total=args.total_timesteps, initial=global_step, unit=" steps", disable=hide_bar, dynamic_ncols=True
+        ) as bar,
     ):
         while True:  # iteration counts those completed
+            stop = gather(signals)
             finished = iteration >= args.num_iterations
             due = finished or iteration % args.checkpoint_every == 0
-            if due or (stop and not args.exact_resume):
+            if rank == 0 and (due or (stop and not args.exact_resume)):
                 writer.flush()  # the log is never behind the checkpoint
                 progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
                 progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
                 save_checkpoint(path, args, agent, optimizer, progress)
-                if args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
-                    next_obs, _ = envs.reset(seed=env_seeds(args, N, TRAINING, iteration))
-                    running_return = np.zeros(N)
+            if due and args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
+                next_obs, running_return = reset_envs(), np.zeros(N)
             eval_due = finished or (args.eval_every and iteration % args.eval_every == 0 and global_step > start_step)
-            if args.eval_episodes and eval_due and not stop:
+            if rank == 0 and args.eval_episodes and eval_due and not stop:
                 eval_returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
                 writer.add_scalar("eval/episodic_return", np.mean(eval_returns), global_step)
                 log_videos(wandb_run, run_dir / f"videos/step_{global_step}")
@@ -571,14 +624,16 @@ def train(args: Args) -> Path:
             batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
             stats = []
             for _ in range(args.update_epochs):
-                for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):  # [core 6]
-                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = (x[mb_inds] for x in batch)
+                for mb_inds in torch.randperm(T * N, device=device).split(args.minibatch_size // processes):  # [core 6]
+                    mb = (x.index_select(0, mb_inds) for x in batch)  # x[mb_inds], but copied by whole rows: faster
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = mb
                     _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions)
                     loss, mb_stats = loss_fn(
                         newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
                     )
                     optimizer.zero_grad()
                     loss.backward()
+                    average_gradients(agent)
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
                     if not torch.isfinite(grad_norm):
                         hint = "look for NaN in observations and rewards, or lower --learning-rate"
@@ -588,22 +643,22 @@ def train(args: Args) -> Path:
                     optimizer.step()
                     stats.append(mb_stats)
                 epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
-                if args.target_kl is not None and torch.stack(epoch_kls).mean() > args.target_kl:  # [aux 3]
+                if args.target_kl is not None and average(torch.stack(epoch_kls).mean()) > args.target_kl:  # [aux 3]
                     break
 
             if args.norm_obs:  # only now: the update must see the observations as the rollout did
                 agent.obs_norm.update(obs.flatten(0, 1))
 
             # log: means over the whole update, fetched at once [core 12]
-            means = torch.stack([torch.stack(list(mb_stats.values())) for mb_stats in stats]).mean(0).tolist()
+            means = average(torch.stack([torch.stack(list(mb_stats.values())) for mb_stats in stats]).mean(0)).tolist()
             scalars = {f"losses/{name}": mean for name, mean in zip(mb_stats, means)}
-            scalars["losses/explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
+            scalars["losses/explained_variance"] = average(1 - (returns - values).var() / returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-            if episodes:
+            if episodes := gather(episodes):
                 scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
                 recent_returns.extend(episode_return for episode_return, _ in episodes)
-            for tag, value in scalars.items():
+            for tag, value in scalars.items() if rank == 0 else ():
                 writer.add_scalar(tag, value, global_step)
             mean_return = np.mean(recent_returns or [math.nan])
             bar.set_postfix_str(f"mean return {mean_return:.1f}", refresh=False)
@@ -633,6 +688,16 @@ def parse_args() -> Args:
     return replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
 
 
+def join_processes() -> None:
+    """Join those that torchrun started beside this one, if it did: a GPU for each, and the first one speaks."""
+    if dist.is_torchelastic_launched():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(timeout=timedelta(days=1))  # they wait while the first one evaluates
+        if dist.get_rank():
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 if __name__ == "__main__":
     try:
         args = parse_args()
@@ -640,6 +705,7 @@ if __name__ == "__main__":
             checkpoint = Path(args.evaluate) / "checkpoint.pt"
             evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video)
         else:
+            join_processes()
             train(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

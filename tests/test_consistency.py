@@ -28,8 +28,8 @@ MOST_CHANGES = {
         "ppo_atari": (0, 3),
         "ppo_continuous_action": (4, 20),
         "ppo_lstm": (18, 55),
-        "ppo_atari_lstm": (12, 35),
-        "ppo_multidiscrete": (2, 4),
+        "ppo_atari_lstm": (13, 38),
+        "ppo_multidiscrete": (3, 8),
     },
     "evaluate": {"ppo_lstm": (5, 9), "ppo_atari_lstm": (5, 9)},
 }

@@ -1,0 +1,195 @@
+"""Several processes, as torchrun starts them, train as one does."""
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, SMALL, flags, read_scalars, same_parameters, small_args
+
+SIZE = 2  # processes
+
+
+def in_process(rank: int, test, *args) -> None:
+    """One of the processes that `together` starts."""
+    torch.set_num_threads(1)
+    store = f"file://{Path('store').absolute()}"
+    dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), rank=rank, world_size=SIZE)
+    test(rank, *args)
+    dist.destroy_process_group()
+
+
+def together(test, *args) -> None:
+    """Call test(rank, *args) in processes that know of each other; a failure in one fails here."""
+    Path("store").unlink(missing_ok=True)
+    torch.multiprocessing.spawn(in_process, (test, *args), nprocs=SIZE)
+
+
+def act_predictably(script) -> None:
+    """Have the script's agents act without chance: the random numbers of two processes are not those of one."""
+    choose = script.Agent.get_action_and_value
+
+    def choose_predictably(agent, *args, **options):
+        result = choose(agent, *args, deterministic=True, **options)
+        if len(args) == 1 and result[0].is_floating_point():  # off the mean, where the gradient is not zero
+            result = choose(agent, *args, action=result[0] + 0.5)
+        return result
+
+    script.Agent.get_action_and_value = choose_predictably
+
+
+def train_and_tell(rank: int, name: str, arguments: dict, predictable: bool) -> None:
+    """Train, and write what happened in this process to rank{rank}.pt."""
+    script = importlib.import_module(name)
+    agents, seeds, first_actions = [], [], []
+    make_envs, make_agent = script.make_envs, script.Agent
+
+    def spied_envs(*args):
+        envs = make_envs(*args)
+        reset, step = envs.reset, envs.step
+        envs.reset = lambda *, seed=None, options=None: (seeds.extend(seed or []), reset(seed=seed, options=options))[1]
+        envs.step = lambda actions: (first_actions.append(np.array(actions)), step(actions))[1]
+        return envs
+
+    def spied_agent(*args):
+        agents.append(make_agent(*args))
+        return agents[-1]
+
+    if predictable:
+        act_predictably(script)
+    script.make_envs, script.Agent = spied_envs, spied_agent
+    run_dir = script.train(script.Args(**arguments))
+    result = dict(parameters=agents[0].state_dict(), seeds=seeds, actions=torch.tensor(np.stack(first_actions)))
+    torch.save(result | dict(run_dir=str(run_dir)), f"rank{rank}.pt")
+
+
+def told() -> list[dict]:
+    return [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_two_processes_train_as_one(name, monkeypatch):
+    """Catches: gradients, statistics of normalisation, or a log, that are of a part of the batch only."""
+    script = importlib.import_module(name)
+    arguments = SMALL[name] | dict(num_envs=4, num_minibatches=1, norm_adv=False, total_timesteps=256)
+    together(train_and_tell, name, arguments, True)
+    first, second = told()
+    monkeypatch.setattr(script.Agent, "get_action_and_value", script.Agent.get_action_and_value)  # undone at the end
+    act_predictably(script)
+    alone = script.train(script.Args(**arguments))
+    expected = torch.load(alone / "checkpoint.pt", weights_only=True)
+    for key, value in expected["agent"].items():
+        assert torch.equal(first["parameters"][key], second["parameters"][key])
+        torch.testing.assert_close(first["parameters"][key], value, rtol=1e-4, atol=1e-5)
+    assert first["run_dir"] == second["run_dir"]
+    ours, theirs = read_scalars(Path(first["run_dir"])), read_scalars(alone)
+    assert ours.keys() == theirs.keys()
+    for tag in ("charts/episodic_return", "losses/value_loss", "losses/approx_kl", "losses/entropy"):
+        if tag in ours:  # no game of Atari ends so soon
+            np.testing.assert_allclose(ours[tag], theirs[tag], rtol=1e-3, atol=1e-4)
+    checkpoint = torch.load(Path(first["run_dir"]) / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] == expected["global_step"]
+    assert len(list(Path(first["run_dir"]).iterdir())) == len(list(alone.iterdir()))
+
+
+def test_processes_share_no_random_stream():
+    """Catches: processes that play the same episodes, or choose their actions and minibatches by the same numbers."""
+    arguments = SMALL["ppo"] | dict(num_envs=4)
+    together(train_and_tell, "ppo", arguments, False)
+    first, second = told()
+    script = importlib.import_module("ppo")
+    assert first["seeds"] + second["seeds"] == script.env_seeds(script.Args(**arguments), 4, script.TRAINING, 0)
+    assert len({*first["seeds"], *second["seeds"]}) == 4
+    assert not torch.equal(first["actions"], second["actions"])
+    assert all(torch.equal(first["parameters"][key], value) for key, value in second["parameters"].items())
+
+
+def stop_and_resume(rank: int) -> None:
+    script = importlib.import_module("ppo")
+    arguments = SMALL["ppo"] | dict(checkpoint_every=2, exact_resume=True)
+    whole = script.train(script.Args(**arguments))
+    compute_gae, calls = script.compute_gae, []
+
+    def signalled(*args):
+        calls.append(args)
+        if rank == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute_gae(*args)
+
+    script.compute_gae = signalled
+    with pytest.raises(SystemExit) as stopped:
+        script.train(script.Args(**arguments))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(calls) == 2, "the processes did not stop together"
+    dist.barrier()  # rank 0 has written
+    (run_dir,) = (path for path in Path("runs").iterdir() if path != whole)
+    if rank == 0:
+        assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 2
+    script.train(script.Args(**arguments, resume=str(run_dir)))
+    dist.barrier()
+    assert same_parameters(whole, run_dir)
+
+
+def test_a_signal_to_one_stops_all_and_they_resume_exactly():
+    """Catches: a process that waits for ever for one that stopped; streams of the other processes not restored."""
+    together(stop_and_resume)
+
+
+def average_halves(rank: int, name: str) -> None:
+    script = importlib.import_module(name)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    unused = torch.nn.Linear(2, 2)
+    agent = torch.nn.ModuleList([network, unused])
+    x = torch.randn(8, 3)
+    expected = torch.autograd.grad((network(x) ** 2).mean(), list(network.parameters()))
+    (network(x[4 * rank :][:4]) ** 2).mean().backward()
+    script.average_gradients(agent)
+    for parameter, gradient in zip(network.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert unused.weight.grad is None
+    assert script.average(torch.tensor([rank, 3.0])).tolist() == [0.5, 3.0]
+    assert script.gather([rank] * (rank + 1)) == [0, 1, 1]
+
+
+def test_averaged_gradients_are_those_of_the_whole_minibatch():
+    """Catches: a sum for a mean, and an order of processes that is left to chance."""
+    together(average_halves, "ppo")
+
+
+def test_one_process_averages_nothing(script):
+    """Catches: helpers that need torchrun."""
+    x, items = torch.ones(3), [1, 2]
+    assert script.average(x) is x
+    assert script.gather(items) == items
+    assert script.rank_and_size() == (0, 1)
+
+
+def test_what_cannot_be_shared_is_refused(script, monkeypatch):
+    """Catches: a remainder of the envs or of a minibatch that is dropped silently."""
+    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 3))
+    with pytest.raises(script.UserError, match="multiples of 3"):
+        script.train(small_args(script))
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_atari"])
+def test_torchrun(name):
+    """Catches: a command line that works alone only; two processes that write and speak at once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / f"{name}.py")]
+    arguments = flags(**SMALL[name] | dict(eval_episodes=1))
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^starting .* on cpu, 2 processes$", result.stdout, re.MULTILINE)) == 1
+    assert result.stdout.count("evaluation: mean return") == 1
+    (run_dir,) = Path("runs").iterdir()
+    assert len(list(run_dir.glob("events*"))) == 1
+    assert "eval/episodic_return" in read_scalars(run_dir)
