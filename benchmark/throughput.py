@@ -2,10 +2,12 @@
 
 Run:   pip install -r benchmark/requirements.txt
        python benchmark/throughput.py --tasks cartpole breakout --repeats 5
+       python benchmark/throughput.py --tasks breakout-lstm --alone --processes 2
 
 Each run is a process of its own, the two in turn (A B A B ...), so that a drift of the machine's speed meets both; what
 counts is the median of the ratios, pair by pair. Imports and set-up are not in the time, on either side. Results are
-printed and written to benchmark/results/throughput.csv. Peak memory is that of the training process.
+printed and written to benchmark/results/throughput.csv. Peak memory is that of the training process, of the first one
+where torchrun starts several.
 """
 
 import argparse
@@ -50,8 +52,8 @@ OURS = {
         ),
     ),
     "breakout-lstm": ("ppo_atari_lstm", dict(total_timesteps=10_240)),
-    "microrts-mining": ("ppo_multidiscrete", dict(total_timesteps=204_800)),
-    "microrts-mining-unmasked": ("ppo_multidiscrete", dict(total_timesteps=204_800, mask_actions=False)),
+    "microrts-mining": ("ppo_multidiscrete", dict(total_timesteps=512_000)),
+    "microrts-mining-unmasked": ("ppo_multidiscrete", dict(total_timesteps=512_000, mask_actions=False)),
 }
 
 
@@ -62,8 +64,11 @@ def run_ours(task: str) -> float:
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    script.join_processes()
     with contextlib.redirect_stdout(io.StringIO()):
         run_dir = script.train(script.Args(**arguments))
+    if script.rank_and_size()[0]:
+        sys.exit()
     return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value
 
 
@@ -108,10 +113,11 @@ def run_sb3(task: str) -> float:
     return model.num_timesteps / (time.time() - start)
 
 
-def measure(side: str, task: str) -> tuple[float, float]:
-    """Run one side in a process of its own; return its steps per second and its peak memory in MB."""
+def measure(side: str, task: str, processes: int = 1) -> tuple[float, float]:
+    """Run one side in a process of its own, or several; return its steps per second and its peak memory in MB."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), "--one", side, task]
+        command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "--one", side, task]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -124,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=OURS, default=["cartpole", "breakout"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=1, help="of our side, by torchrun")
     parser.add_argument("--alone", action="store_true", help="only our side, for tasks that the peer does not have")
     parser.add_argument("--one", nargs=2, metavar=("SIDE", "TASK"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -135,16 +142,18 @@ def main() -> None:
     rows = []
     if RESULTS.exists():
         with open(RESULTS, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["task"] not in args.tasks]
+            new = [(task, str(args.processes)) for task in args.tasks]
+            rows = [row for row in csv.DictReader(file) if (row["task"], row["processes"]) not in new]
     for task in args.tasks:
         ours, peer, memory = [], [], 0.0
         for _ in range(args.repeats):
-            speed, peak = measure("ours", task)
+            speed, peak = measure("ours", task, args.processes)
             ours.append(speed)
             memory = max(memory, peak)
             if not args.alone:
                 peer.append(measure("sb3", task)[0])
-        row = dict(task=task, repeats=args.repeats, ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
+        row = dict(task=task, processes=args.processes, repeats=args.repeats)
+        row |= dict(ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
         if peer:
             ratio = statistics.median(a / b for a, b in zip(ours, peer))
             row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")

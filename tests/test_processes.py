@@ -136,11 +136,17 @@ def stop_and_resume(rank: int) -> None:
     script.train(script.Args(**arguments, resume=str(run_dir)))
     dist.barrier()
     assert same_parameters(whole, run_dir)
+    Path("finished.txt").write_text(str(run_dir))
 
 
 def test_a_signal_to_one_stops_all_and_they_resume_exactly():
-    """Catches: a process that waits for ever for one that stopped; streams of the other processes not restored."""
+    """Catches: a process that waits for ever for one that stopped; streams of the other processes not restored; a
+    checkpoint that only as many processes as wrote it can read."""
     together(stop_and_resume)
+    script = importlib.import_module("ppo")
+    run_dir = Path("finished.txt").read_text()
+    further = script.Args(**SMALL["ppo"] | dict(total_timesteps=256, resume=run_dir))
+    assert torch.load(script.train(further) / "checkpoint.pt", weights_only=True)["global_step"] == 256
 
 
 def average_halves(rank: int, name: str) -> None:
