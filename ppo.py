@@ -600,7 +600,8 @@ def train(args: Args) -> Path:
     mean_return = np.mean(recent_returns or [math.nan])
     print(f"{global_step:,} steps, {time.time() - start_time:.0f} s, mean return {mean_return:.1f}, in {run_dir}")
     if stop and not finished:
-        command = ["python", os.path.relpath(__file__), "--resume", str(run_dir)]
+        launcher = ["python"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes)]
+        command = [*launcher, os.path.relpath(__file__), "--resume", str(run_dir)]
         print(f"stopped by signal {stop[0]}; to go on: {shlex.join(command)}")
         sys.exit(128 + stop[0])
     return run_dir

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, SMALL, flags, read_scalars, same_parameters, small_args
+from launcher import wait_until
 
 SIZE = 2  # processes
 
@@ -199,3 +200,18 @@ def test_torchrun(name):
     (run_dir,) = Path("runs").iterdir()
     assert len(list(run_dir.glob("events*"))) == 1
     assert "eval/episodic_return" in read_scalars(run_dir)
+
+
+def test_torchrun_is_stopped_by_a_signal():
+    """Catches: a Ctrl-C that loses the run, or a command to resume it with one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo.py")]
+    with subprocess.Popen([*command, "--checkpoint-every", "1"], stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: list(Path().glob("runs/*/checkpoint.pt")))
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert re.search(
+        r"^stopped by signal 2; to go on: torchrun --nproc-per-node 2 \S*ppo.py --resume runs/", output, re.M
+    )
+    (checkpoint,) = Path().glob("runs/*/checkpoint.pt")
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["global_step"] == state["iteration"] * 512
