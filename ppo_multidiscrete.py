@@ -600,7 +600,7 @@ class Agent(nn.Module):
             logits = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0
         log_probs = torch.cat([x.log_softmax(-1) for x in logits.split(self.nvec, -1)], -1)  # (N, L)
         logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
-        probs = log_probs.softmax(-1)  # log_probs.exp(), which sums to 1 in each component, by their number
+        probs = log_probs.softmax(-1)  # exp(log_probs) / K, as each of K components sums to 1; exp() crawls at -1e9
         entropy = -len(self.nvec) * (probs * log_probs).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 
