@@ -10,7 +10,7 @@ that belong to the agent, and the defaults of the MuJoCo experiments.
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
-With `torchrun --nproc-per-node 2 ppo_continuous_action.py` two processes share the work; N, B and M are then of each.
+With `torchrun --nproc-per-node 2 ppo_continuous_action.py --num-envs 2` two processes share the work: N, B, M of each.
 """
 # /// script
 # requires-python = ">=3.11"
