@@ -265,6 +265,8 @@ class Agent(nn.Module):
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255  # [atari 9]
+            if not self.bf16:  # channels last in memory: on a CPU float32 convolutions are 1.6 times as fast so
+                pixels = pixels.contiguous(memory_format=torch.channels_last)
             return self.network(pixels).float()
 
     def get_value(self, obs: Tensor) -> Tensor:

@@ -302,3 +302,12 @@ def test_a_short_run_on_pong(atari_script):
     assert all(-21 <= value <= 21 for _, value in scalars["charts/episodic_return"] + scalars["eval/episodic_return"])
     assert [step for step, _ in scalars["losses/value_loss"]] == [256, 512, 768, 1024]
     assert all(math.isfinite(value) for points in scalars.values() for _, value in points)
+
+
+def test_float32_features_do_not_depend_on_the_memory_layout(atari_script):
+    """Catches: pixels that are permuted, not only laid out anew, before the convolutions."""
+    with contextlib.closing(atari_script.make_envs(small_args(atari_script), 2)) as envs:
+        agent = atari_script.Agent(envs)
+        obs = torch.as_tensor(np.stack([envs.single_observation_space.sample() for _ in range(3)]))
+    expected = agent.network((obs.float() / 255).contiguous())
+    torch.testing.assert_close(agent.encode(obs), expected, rtol=1e-5, atol=1e-5)
