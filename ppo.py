@@ -8,6 +8,8 @@ Evaluate:  python ppo.py --evaluate runs/CartPole-v1__ppo__1__1700000000 --eval-
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
 With `torchrun --nproc-per-node 2 ppo.py` two processes share the work; N, B and M are then of each.
+
+PPO ends at the line "The life of a run", and so may you: what comes after it is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -23,43 +25,21 @@ With `torchrun --nproc-per-node 2 ppo.py` two processes share the work; N, B and
 # ]
 # ///
 
-import argparse
 import contextlib
-import ctypes
-import difflib
 import functools
-import importlib
-import io
 import math
-import multiprocessing
-import os
-import shlex
-import signal
-import sys
-import time
-from collections import deque
-from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
-TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
-
-
-class UserError(ValueError):
-    """Bad input: shown as one sentence, with exit code 2, before anything is written."""
 
 
 @dataclass
@@ -115,29 +95,10 @@ class Args:
     num_iterations: tyro.conf.Suppress[int] = field(init=False)
 
     def __post_init__(self):
-        def require(names: str, valid, rule: str):
-            for name in names.split():
-                if not valid(getattr(self, name)):
-                    raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(self, name)}")
-
-        require("num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
-        require("learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
-        require("target_kl", lambda x: x is None or x > 0, "a positive number")
-        require("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
-        require(
-            "ent_coef vf_coef seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < math.inf, "0 or more"
-        )
-        require("seed", lambda x: x < 2**63, "less than 2^63")
+        check_args(self)
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // self.num_minibatches
         self.num_iterations = self.total_timesteps // self.batch_size
-        batch = f"a batch of --num-envs x --num-steps = {self.batch_size} steps"
-        require("total_timesteps", lambda x: x >= self.batch_size, f"at least {batch}")
-        require("num_minibatches", lambda x: self.batch_size % x == 0, f"a divisor of {batch}")
-        require("num_minibatches", lambda _: not self.norm_adv or self.minibatch_size > 1, f"less than half of {batch}")
-        require("eval_every", lambda x: x % self.checkpoint_every == 0, "a multiple of --checkpoint-every")
-        if (self.evaluate or self.capture_video or self.eval_every) and not self.eval_episodes:
-            self.eval_episodes = 10
 
 
 def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
@@ -147,14 +108,11 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     that opens the next episode. `video_dir` is where episodes are recorded, if given. Raises UserError for an id that
     cannot be made, and for spaces that this script does not handle.
     """
-    module, _, name = args.env_id.rpartition(":")
 
     def make_env() -> gym.Env:
-        if multiprocessing.parent_process() and hasattr(os, "setpgrp"):  # an async worker: signals are for the main one
-            os.setpgrp()
-        if module:
-            importlib.import_module(module)
-        env = gym.make(name, disable_env_checker=True, **(dict(render_mode="rgb_array") if video_dir else {}))
+        leave_signals_to_main_process()
+        render = dict(render_mode="rgb_array") if video_dir else {}
+        env = gym.make(args.env_id, disable_env_checker=True, **render)
         if isinstance(env.action_space, Discrete) and (start := env.action_space.start):  # the policy counts from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if video_dir:
@@ -162,28 +120,16 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
 
+    vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
     try:
-        vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
         envs = vector_env([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-        envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
     except (gym.error.Error, ImportError) as error:
-        near = ", ".join(difflib.get_close_matches(name, gym.registry)) or "none"
-        raise UserError(f"cannot make the env {args.env_id}: {error} (registered ids like it: {near})") from None
+        raise unknown_env(args, error) from None
+    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)):
-        envs.close()
-        raise UserError(
-            f"{args.env_id} has observations {obs_space} and actions {action_space}, this script is for vectors and "
-            "Discrete: use ppo_continuous_action.py for Box actions, ppo_multidiscrete.py for MultiDiscrete ones, "
-            "ppo_atari.py for Atari games, gymnasium's FlattenObservation for other observations"
-        )
+        raise unfit_env(args, envs)
     return RecordEpisodeStatistics(envs)
-
-
-def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
-    """Return a seed for each env; other run seeds and other keys give other streams."""
-    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
-    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -> nn.Module:
@@ -196,7 +142,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 class Agent(nn.Module):
     """An actor and a critic that share nothing [core 13]."""
 
-    def __init__(self, envs: VectorEnv):
+    def __init__(self, envs: VectorEnv, args: Args):
         super().__init__()
 
         def mlp(out_features: int, std: float) -> nn.Sequential:
@@ -217,7 +163,8 @@ class Agent(nn.Module):
         if action is None:
             action = log_probs.argmax(-1) if deterministic else log_probs.exp().multinomial(1).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, self.get_value(obs)
+        logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return action, logprob, entropy, self.get_value(obs)
 
 
 def compute_gae(
@@ -239,7 +186,8 @@ def compute_gae(
     advantages = torch.zeros_like(rewards)
     lastgaelam = torch.zeros_like(rewards[0])  # (N,)
     for t in reversed(range(len(rewards))):
-        advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
+        lastgaelam = deltas[t] + decays[t] * lastgaelam
+        advantages[t] = lastgaelam
     return advantages, advantages + values
 
 
@@ -279,37 +227,82 @@ def ppo_loss(
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
-def rank_and_size() -> tuple[int, int]:
-    """This process's rank, and the number of processes that torchrun started together; (0, 1) without it."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def train(args: Args) -> Path:
+    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    with Run(args) as run:
+        T, N = args.num_steps, run.share("num_envs")
+        minibatch_size = run.share("minibatch_size")
+        envs = make_envs(args, N)
+        agent = Agent(envs, args).to(run.device)
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
+        policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
+        loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
+        act = torch.inference_mode()(policy)  # as policy, but for the rollout: faster, without gradients
+        get_value = torch.inference_mode()(agent.get_value)
 
+        to_tensor = functools.partial(torch.as_tensor, device=run.device)
+        obs_space, action_space = envs.single_observation_space, envs.single_action_space
+        obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
+        actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
+        logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
+        rewards = np.zeros((T, N), np.float32)
+        terminations, truncations = np.zeros((2, T, N), bool)
 
-def num_threads(wanted: int) -> int:
-    """`wanted`; where that is 0, one thread per core, of which each process on this machine gets its share."""
-    return wanted or max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        for iteration in run.iterations(agent, optimizer, envs):
+            remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
+            learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
+            optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
+            loss_args = replace(args, clip_coef=args.clip_coef * remaining) if args.anneal_clip else args  # [aux 1]
 
+            # rollout
+            if run.episodes_restart:
+                next_obs = run.reset(envs)
+            final_values.zero_()  # V of the last observation of each episode that is truncated
+            for step in range(T):
+                obs[step] = torch.as_tensor(next_obs)
+                actions[step], logprobs[step], _, values[step] = act(obs[step])
+                env_actions = actions[step].cpu().numpy()
+                next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
+                if truncations[step].any():
+                    cut = truncations[step]
+                    final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
+                run.note_episodes(infos)
+            next_values = torch.cat([values[1:], get_value(to_tensor(next_obs))[None]])
+            next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
-def gather(items: list) -> list:
-    """The items of all processes, one process after the other."""
-    lists = [items] * rank_and_size()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(lists, items)
-    return [item for items in lists for item in items]
+            # advantages
+            dones = to_tensor(terminations | truncations).float()
+            gae_lambda = args.gae_lambda if args.gae else 1.0  # with lambda 1 the returns are n-step returns
+            advantages, returns = compute_gae(
+                to_tensor(rewards), values, next_values, to_tensor(terminations).float(), dones, args.gamma, gae_lambda
+            )
 
+            # update
+            batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
+            stats = []  # of each minibatch
+            for _ in range(args.update_epochs):
+                for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
+                    minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster: whole rows
+                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = minibatch
+                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions)
+                    loss, mb_stats = loss_fn(
+                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
+                    )
+                    optimizer.zero_grad()
+                    loss.backward()
+                    run.average_gradients(agent)
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
+                    run.require_finite(grad_norm)
+                    optimizer.step()
+                    stats.append(mb_stats)
+                approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()
+                if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
+                    break
 
-def average(x: Tensor) -> Tensor:
-    """The mean of x over all processes; on one process, x."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-        x /= dist.get_world_size()
-    return x
-
-
-def average_gradients(agent: nn.Module) -> None:
-    """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
-    if dist.is_initialized():
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+            # log [core 12]
+            explained_variance = average(1 - (returns - values).var() / returns.var())
+            run.log(stats, {"charts/learning_rate": learning_rate, "losses/explained_variance": explained_variance})
+    return run.folder
 
 
 def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False) -> list[float]:
@@ -318,14 +311,12 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
     Videos go to the folder `videos` beside the checkpoint. Training's random stream is left where it was.
     """
     state = load_checkpoint(checkpoint)
-    args = Args(**state["args"])
-    torch.set_num_threads(num_threads(args.torch_threads))
+    args = replace(Args(**state["args"]), eval_episodes=episodes)
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
-    args.eval_episodes = episodes
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(args.seed)
-        agent = Agent(envs)
+        torch.default_generator.manual_seed(args.seed)  # the CPU's alone
+        agent = Agent(envs, args)
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         while len(returns) < episodes:
@@ -333,31 +324,135 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
             obs, _, _, _, infos = envs.step(action.numpy())
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
-    print(
-        f"evaluation: mean return {np.mean(returns):.2f} ± {np.std(returns):.2f}, "
-        f"min {min(returns):.2f}, max {max(returns):.2f} over {episodes} episodes"
-    )
+    mean, std = np.mean(returns), np.std(returns)
+    spread = f"min {min(returns):.2f}, max {max(returns):.2f}"
+    print(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {episodes} episodes")
     return returns
 
 
-def save_checkpoint(path: Path, args: Args, agent: Agent, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-    """Write all that a resumed run needs; a kill or a full disk leaves the old file or this one, never a torn one."""
-    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    plain_args = {f.name: getattr(args, f.name) for f in fields(args) if f.init} | dict(resume=None, evaluate=None)
-    state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=plain_args, rng=rng, **progress)
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    try:
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path.with_suffix(".tmp"), path)
-    except OSError as error:
-        sys.exit(f"error: cannot write {path}: {error.strerror}; the checkpoint before it, if any, is still good")
+# ----------------------------------------------------------------------------------------------------------------------
+# The life of a run: nothing of PPO; the same text in every script.
+# ----------------------------------------------------------------------------------------------------------------------
+# ruff: noqa: E402
+
+import argparse
+import ctypes
+import difflib
+import io
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 
 
-def load_checkpoint(path: Path, agent: Agent | None = None) -> dict:
+class UserError(ValueError):
+    """Bad input: shown as one sentence, with exit code 2, before anything is written."""
+
+
+def require(args: Args, names: str, valid: Callable, rule: str) -> None:
+    """Raise a UserError if one of these arguments is not valid."""
+    for name in names.split():
+        value = getattr(args, name)
+        if not valid(value):
+            raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {value}")
+
+
+def check_args(args: Args) -> None:
+    """Raise a UserError for values that no script can use, and set what others imply."""
+    require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
+    require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
+    require(args, "target_kl", lambda x: x is None or x > 0, "a positive number")
+    require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
+    require(args, "ent_coef vf_coef", lambda x: 0 <= x < math.inf, "0 or more")
+    require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
+    size = args.num_envs * args.num_steps
+    batch = f"a batch of --num-envs x --num-steps = {size} steps"
+    require(args, "total_timesteps", lambda x: x >= size, f"at least {batch}")
+    require(args, "num_minibatches", lambda x: size % x == 0, f"a divisor of {batch}")
+    require(args, "num_minibatches", lambda x: not args.norm_adv or x < size, f"at most half of {batch}")
+    require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
+    if (args.evaluate or args.capture_video or args.eval_every) and not args.eval_episodes:
+        args.eval_episodes = 10
+
+
+def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
+    """The answer to an env id that cannot be made; `known` are ids that gymnasium does not know."""
+    near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
+    return UserError(
+        f"cannot make the env {args.env_id}: {error} (registered ids like it: {', '.join(near) or 'none'})"
+    )
+
+
+def unfit_env(args: Args, envs: VectorEnv) -> UserError:
+    """The answer to an env with spaces that this script does not handle; closes it."""
+    envs.close()
+    spaces = f"observations {envs.single_observation_space} and actions {envs.single_action_space}"
+    use = "ppo.py for vectors and Discrete actions, ppo_continuous_action.py for Box actions, ppo_multidiscrete.py for "
+    use += "MultiDiscrete ones, ppo_atari.py for Atari games, gymnasium's FlattenObservation for other observations"
+    return UserError(f"{args.env_id} has {spaces}, which this script does not handle: use {use}")
+
+
+def leave_signals_to_main_process() -> None:
+    """In the worker of an AsyncVectorEnv: let a Ctrl-C pass by, the main process ends the workers."""
+    if multiprocessing.parent_process() and hasattr(os, "setpgrp"):
+        os.setpgrp()
+
+
+def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
+    """Return a seed for each env; other run seeds and other keys give other streams."""
+    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
+    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
+
+
+def num_threads(wanted: int) -> int:
+    """`wanted`; where that is 0, one thread per core, of which each process on this machine gets its share."""
+    return wanted or max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
+        mallopt(-2, 2**26)  # M_TOP_PAD: fetch 64 MB at a time
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the same for blocks of up to 32 MB
+
+
+def num_processes() -> int:
+    """How many processes share this run: as many as torchrun started, or one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def average(x: Tensor) -> Tensor:
+    """The mean of x over all processes; on one process, x."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+        x /= num_processes()
+    return x
+
+
+def gather(items: list) -> list:
+    """The items of all processes, one process after the other."""
+    if not dist.is_initialized():
+        return items
+    lists = [None] * num_processes()
+    dist.all_gather_object(lists, items)
+    return [item for each in lists for item in each]
+
+
+def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
     """Read a checkpoint onto the CPU, without running code from it, and load its parameters into `agent`, if given.
 
     Raises UserError for a file that is missing, torn, foreign or hostile, and for a network that is not the agent's.
@@ -371,248 +466,261 @@ def load_checkpoint(path: Path, agent: Agent | None = None) -> dict:
         raise UserError(f"there is no {path}: give a run's folder, as printed when the run began") from None
     except Exception as error:  # whatever a stranger's file may raise
         raise UserError(f"{path} is no checkpoint of this script ({type(error).__name__})") from None
-    if agent:
-        try:
+    try:
+        if agent:
             agent.load_state_dict(state["agent"])
-        except RuntimeError:
-            raise UserError(f"{path} holds another network than this one: undo the change or start a new run") from None
+    except RuntimeError:
+        raise UserError(f"{path} holds another network than this one: undo the change or start a new run") from None
     return state
 
 
-@contextlib.contextmanager
-def catch_signals():
-    """Yield a list that collects SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
-    received = []
+class Run(contextlib.ExitStack):
+    """Folder, log, checkpoints, evaluations, signals and processes of a run; what it opens it closes."""
 
-    def handler(signum, frame):
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def __init__(self, args: Args):
+        super().__init__()
+        self.args = args
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # 0 writes, evaluates and speaks
+        self.processes = num_processes()
+        self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+        self.iteration = self.global_step = 0  # done; inside the loop with the one under way
+        self.episodes_restart = True  # by reset(), before the next rollout
+        self.episodes = []  # (return, length) of those that ended in this iteration
+        self.recent_returns = deque(maxlen=100)
+        self.kept = {}
+        self.wandb_run = self.wandb_id = None
+        torch.set_num_threads(num_threads(args.torch_threads))
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+        torch.manual_seed(args.seed)
+        keep_freed_memory()
 
-    previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, old_handler in previous.items():
-            signal.signal(signum, old_handler)
+    def share(self, name: str) -> int:
+        """This process's part of what the argument `name` counts."""
+        require(self.args, name, lambda x: x % self.processes == 0, f"a multiple of {self.processes}, the processes")
+        return getattr(self.args, name) // self.processes
 
+    def keep(self, **values: float) -> dict:
+        """Return these numbers as a dict that checkpoints hold too; a resume sets it to what was saved."""
+        self.kept = values
+        return self.kept
 
-def start_wandb(args: Args, run_dir: Path, run_id: str | None):
-    """Mirror TensorBoard's log to a wandb run, `run_id` if given, and return that run, or None where wandb fails."""
-    try:
-        import wandb
+    def iterations(
+        self, agent: nn.Module, optimizer, envs: VectorEnv, until: Callable = lambda: False
+    ) -> Iterator[int]:
+        """Yield the number, from 1, of each iteration to do, until `until()`; in between, save and evaluate.
 
-        names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=run_dir.parent)
-        return wandb.init(**names, id=run_id, resume="allow", config=vars(args), sync_tensorboard=True)
-    except Exception as error:  # no network, no login: no reason to stop training
-        print(f"wandb is off for this run: {error}", file=sys.stderr)
-
-
-def log_videos(wandb_run, video_dir: Path) -> None:
-    """Send recorded videos to wandb, if it is on; explicitly, for its monitor_gym breaks current gymnasium."""
-    if wandb_run and video_dir.exists():
-        import wandb
-
-        wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in sorted(video_dir.glob("*.mp4"))]})
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
-        for parameter, value in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):  # trim threshold, top pad, mmap threshold
-            ctypes.CDLL("libc.so.6").mallopt(parameter, value)
-
-
-def print_args(args: Args) -> None:
-    """Print the arguments, those that differ from their default with a star and the default beside them."""
-    for f in fields(args):
-        value = getattr(args, f.name)
-        changed = f.init and value != f.default
-        print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
-
-
-def train(args: Args) -> Path:
-    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
-    rank, processes = rank_and_size()  # rank 0 writes the log and the checkpoints, and evaluates
-    if args.num_envs % processes or args.minibatch_size % processes:
-        raise UserError(f"--num-envs and the minibatches' {args.minibatch_size} steps must be multiples of {processes}")
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    torch.set_num_threads(num_threads(args.torch_threads))
-    keep_freed_memory()
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.manual_seed(args.seed)
-    T, N = args.num_steps, args.num_envs // processes
-    envs = make_envs(args, N)
-    agent = Agent(envs).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
-    policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
-    loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
-
-    global_step, wandb_id, recent_returns = 0, None, deque(maxlen=100)
-    if args.resume:
-        run_dir = Path(args.resume)
-        state = load_checkpoint(run_dir / "checkpoint.pt", agent)
-        if state["args"]["env_id"] != args.env_id:
-            raise UserError(f"{run_dir} trains on {state['args']['env_id']}: start a new run for {args.env_id}")
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"]["cpu"])
-        if device.type == "cuda" and state["rng"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
-        global_step, wandb_id = state["global_step"], state["wandb_id"]
-        recent_returns.extend(state["recent_returns"])
-    else:
-        name, now = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-"), int(time.time())
-        while (run_dir := Path(f"runs/{name}__{now}")).exists():
-            now += 1
-    run_dir = gather([run_dir])[0]
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        tracked = args.track and rank == 0
-        wandb_run = start_wandb(args, run_dir, wandb_id) if tracked else None  # it listens to the writer made next
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1) if rank == 0 else contextlib.nullcontext()
-    except OSError as error:
-        raise UserError(f"cannot write to {run_dir}: {error.strerror}") from None
-    print_args(args)
-    together = f", {processes} processes" if processes > 1 else ""
-    print(f"{'resuming' if args.resume else 'starting'} {run_dir} on {device}{together}")
-
-    to_tensor = lambda array: torch.as_tensor(array, device=device)
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
-    actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
-    logprobs, values, final_values = torch.zeros((3, T, N), device=device)
-    rewards = np.zeros((T, N), np.float32)
-    terminations, truncations = np.zeros((2, T, N), bool)
-
-    path, start_step, start_time, last_print = run_dir / "checkpoint.pt", global_step, time.time(), time.time()
-    iteration = global_step // args.batch_size
-
-    def reset_envs() -> np.ndarray:
-        """Begin new episodes, on seeds that no other process and no other iteration has."""
-        if rank:  # rank 0 goes on with the stream of the checkpoint
-            torch.manual_seed(env_seeds(args, processes, SAMPLING, iteration)[rank])
-        return envs.reset(seed=env_seeds(args, args.num_envs, TRAINING, iteration)[rank * N :][:N])[0]
-
-    next_obs = reset_envs()
-    hide_bar = True if rank else None  # None: where there is no terminal
-    with (
-        contextlib.closing(envs),
-        catch_signals() as signals,
-        writer,
-        tqdm(
-            total=args.total_timesteps, initial=global_step, unit=" steps", disable=hide_bar, dynamic_ncols=True
-        ) as bar,
-    ):
-        while True:  # iteration counts those completed
-            stop = gather(signals)
-            finished = iteration >= args.num_iterations
-            due = finished or iteration % args.checkpoint_every == 0
-            if rank == 0 and (due or (stop and not args.exact_resume)):
-                writer.flush()  # the log is never behind the checkpoint
-                progress = dict(iteration=iteration, global_step=global_step, recent_returns=list(recent_returns))
-                progress["wandb_id"] = wandb_run.id if wandb_run else wandb_id
-                save_checkpoint(path, args, agent, optimizer, progress)
-            if due and args.exact_resume:  # cuts the episodes as a time limit would; next_values has bootstrapped them
-                next_obs = reset_envs()
-            eval_due = finished or (args.eval_every and iteration % args.eval_every == 0 and global_step > start_step)
-            if rank == 0 and args.eval_episodes and eval_due and not stop:
-                eval_returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
-                writer.add_scalar("eval/episodic_return", np.mean(eval_returns), global_step)
-                log_videos(wandb_run, run_dir / f"videos/step_{global_step}")
+        A signal ends the run after its iteration: it is saved, and SystemExit raised.
+        """
+        args = self.args
+        self.callback(envs.close)
+        self.open(agent, optimizer)
+        signals = self.catch_signals()
+        while True:
+            stop = gather(signals)  # one process's signal stops all
+            finished = self.iteration >= args.num_iterations or until()
+            save_due = finished or self.iteration % args.checkpoint_every == 0
+            if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
+                self.save(agent, optimizer)
+            resumed_here = self.global_step == self.start_step
+            eval_due = args.eval_every and self.iteration % args.eval_every == 0 and not resumed_here
+            if self.rank == 0 and args.eval_episodes and (finished or eval_due) and not stop:
+                self.evaluate()
             if finished or stop:
                 break
+            self.episodes_restart |= save_due and args.exact_resume  # as after a time limit
+            self.iteration += 1
+            self.global_step += args.batch_size
+            yield self.iteration
+        self.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+        seconds = time.time() - self.start_time
+        print(f"{self.global_step:,} steps, {seconds:.0f} s, mean return {self.mean_return:.1f}, in {self.folder}")
+        if stop and not finished:
+            launcher = ["python"] if self.processes == 1 else ["torchrun", "--nproc-per-node", str(self.processes)]
+            command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(self.folder)])
+            print(f"stopped by signal {stop[0]}; to go on: {command}")
+            sys.exit(128 + stop[0])
 
-            remaining = 1 - iteration / args.num_iterations  # from 1 down to 1 / num_iterations
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)  # [core 4]
-            loss_args = replace(args, clip_coef=remaining * args.clip_coef) if args.anneal_clip else args
+    def open(self, agent: nn.Module, optimizer) -> None:
+        """Restore what there is to resume, then make the folder and begin to write: all input is good by now."""
+        args = self.args
+        self.folder = Path(args.resume) if args.resume else None
+        if args.resume:
+            self.restore(agent, optimizer)
+        self.start_step, self.start_time, self.last_print = self.global_step, time.time(), time.time()
+        try:
+            if self.rank == 0:
+                self.folder = self.folder or self.make_folder()
+                if args.track:
+                    self.start_wandb()  # it listens to the writer made next
+                self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder or 'runs/'}: {error.strerror}") from None
+        self.folder = gather([self.folder])[0]
+        for f in fields(args):  # a star marks what differs from its default
+            value = getattr(args, f.name)
+            changed = f.init and value != f.default
+            print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
+        together = f", {self.processes} processes" if self.processes > 1 else ""
+        print(f"{'resuming' if args.resume else 'starting'} {self.folder} on {self.device}{together}")
+        hide = True if self.rank else None  # None: where there is no terminal
+        bar = tqdm(
+            total=args.total_timesteps, initial=self.global_step, unit=" steps", disable=hide, dynamic_ncols=True
+        )
+        self.bar = self.enter_context(bar)
 
-            # rollout
-            episodes = []  # (return, length) of each that ends in this rollout
-            with torch.inference_mode():
-                for step in range(T):
-                    obs[step] = torch.as_tensor(next_obs)
-                    actions[step], logprobs[step], _, values[step] = policy(obs[step])
-                    env_actions = actions[step].cpu().numpy()
-                    next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
-                    if (cut := truncations[step]).any():  # V of where the episode stopped, not of the next one's start
-                        final_values[step, cut] = agent.get_value(to_tensor(np.stack(infos["final_obs"][cut])))
-                    if "episode" in infos:
-                        ended = infos["_episode"]
-                        episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
-                next_values = torch.cat([values[1:], agent.get_value(to_tensor(next_obs))[None]])
-                next_values = torch.where(to_tensor(truncations), final_values, next_values)
-            global_step += args.batch_size
-            iteration += 1
+    def make_folder(self) -> Path:
+        """Make a folder that no other run has, even one that begins in the same second."""
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}".replace("/", "-")
+        now = int(time.time())
+        while True:
+            with contextlib.suppress(FileExistsError):
+                folder = Path("runs", f"{name}__{now}")
+                folder.mkdir(parents=True)
+                return folder
+            now += 1
 
-            # advantages
-            dones = to_tensor(terminations | truncations).float()
-            gae_lambda = args.gae_lambda if args.gae else 1.0  # with lambda 1 the returns are n-step returns
-            advantages, returns = compute_gae(
-                to_tensor(rewards), values, next_values, to_tensor(terminations).float(), dones, args.gamma, gae_lambda
+    def start_wandb(self) -> None:
+        """Mirror the log to wandb, to the run of the checkpoint if there is one; no failure of it stops a run."""
+        try:
+            import wandb
+
+            project = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, dir=self.folder.parent)
+            self.wandb_run = wandb.init(
+                **project,
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                config=vars(self.args),
+                sync_tensorboard=True,
             )
+            self.wandb_id = self.wandb_run.id
+        except Exception as error:  # no network, no login
+            print(f"wandb is off for this run: {error}", file=sys.stderr)
 
-            # update
-            batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
-            stats = []
-            for _ in range(args.update_epochs):
-                for mb_inds in torch.randperm(T * N, device=device).split(args.minibatch_size // processes):  # [core 6]
-                    mb = (x.index_select(0, mb_inds) for x in batch)  # x[mb_inds], but copied by whole rows: faster
-                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = mb
-                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions)
-                    loss, mb_stats = loss_fn(
-                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
-                    )
-                    optimizer.zero_grad()
-                    loss.backward()
-                    average_gradients(agent)
-                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
-                    if not torch.isfinite(grad_norm):
-                        hint = "look for NaN in observations and rewards, or lower --learning-rate"
-                        raise FloatingPointError(
-                            f"loss or gradient not finite at step {global_step}: {hint}; {path} is good"
-                        )
-                    optimizer.step()
-                    stats.append(mb_stats)
-                epoch_kls = [mb_stats["approx_kl"] for mb_stats in stats[-args.num_minibatches :]]
-                if args.target_kl is not None and average(torch.stack(epoch_kls).mean()) > args.target_kl:  # [aux 3]
-                    break
+    def catch_signals(self) -> list[int]:
+        """Return a list that collects SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
+        received = []
 
-            # log: means over the whole update, fetched at once [core 12]
-            means = average(torch.stack([torch.stack(list(mb_stats.values())) for mb_stats in stats]).mean(0)).tolist()
-            scalars = {f"losses/{name}": mean for name, mean in zip(mb_stats, means)}
-            scalars["losses/explained_variance"] = average(1 - (returns - values).var() / returns.var()).item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            scalars["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
-            if episodes := gather(episodes):
-                scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
-                recent_returns.extend(episode_return for episode_return, _ in episodes)
-            for tag, value in scalars.items() if rank == 0 else ():
-                writer.add_scalar(tag, value, global_step)
-            mean_return = np.mean(recent_returns or [math.nan])
-            bar.set_postfix_str(f"mean return {mean_return:.1f}", refresh=False)
-            bar.update(args.batch_size)
-            if bar.disable and time.time() - last_print > 5:  # no terminal: a plain line instead of the bar
-                last_print, sps = time.time(), scalars["charts/SPS"]
-                left = f"{(args.total_timesteps - global_step) / sps:,.0f} s left"
-                print(f"{global_step:,} steps, {sps:,.0f} steps/s, {left}, mean return {mean_return:.1f}", flush=True)
+        def handler(signum, frame):
+            received.append(signum)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    if wandb_run:
-        wandb_run.finish()
-    mean_return = np.mean(recent_returns or [math.nan])
-    print(f"{global_step:,} steps, {time.time() - start_time:.0f} s, mean return {mean_return:.1f}, in {run_dir}")
-    if stop and not finished:
-        launcher = ["python"] if processes == 1 else ["torchrun", "--nproc-per-node", str(processes)]
-        command = [*launcher, os.path.relpath(__file__), "--resume", str(run_dir)]
-        print(f"stopped by signal {stop[0]}; to go on: {shlex.join(command)}")
-        sys.exit(128 + stop[0])
-    return run_dir
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self.callback(signal.signal, signum, signal.signal(signum, handler))
+        return received
+
+    def save(self, agent: nn.Module, optimizer) -> None:
+        """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
+        self.writer.flush()  # the log is never behind the checkpoint
+        args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init} | dict(
+            resume=None, evaluate=None
+        )
+        rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=args, rng=rng)
+        state |= dict(iteration=self.iteration, global_step=self.global_step, wandb_id=self.wandb_id)
+        state |= dict(recent_returns=list(self.recent_returns)) | self.kept
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        path = self.folder / "checkpoint.pt"
+        try:
+            with open(path.with_suffix(".tmp"), "wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path.with_suffix(".tmp"), path)
+        except OSError as error:
+            sys.exit(f"error: cannot write {path}: {error.strerror}; the checkpoint before it, if any, is still good")
+
+    def restore(self, agent: nn.Module, optimizer) -> None:
+        """Go on where the checkpoint was; the envs begin new episodes."""
+        state = load_checkpoint(self.folder / "checkpoint.pt", agent)
+        trained_on = state["args"]["env_id"]
+        if trained_on != self.args.env_id:
+            raise UserError(f"{self.folder} trains on {trained_on}: start a new run for {self.args.env_id}")
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        self.global_step, self.wandb_id = state["global_step"], state["wandb_id"]
+        self.iteration = self.global_step // self.args.batch_size
+        self.recent_returns.extend(state["recent_returns"])
+        self.kept.update({name: state[name] for name in self.kept})
+
+    def evaluate(self) -> None:
+        """Play with the agent of the checkpoint just written, and log the mean return."""
+        args = self.args
+        returns = evaluate(self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video)
+        self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
+        videos = sorted(self.folder.glob(f"videos/step_{self.global_step}/*.mp4"))
+        if videos and self.wandb_run:  # sent explicitly: wandb's monitor_gym breaks current gymnasium
+            import wandb
+
+            self.wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in videos]})
+
+    def reset(self, envs: VectorEnv) -> np.ndarray:
+        """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
+        self.episodes_restart = False
+        done = self.iteration - 1
+        if self.rank:  # rank 0 goes on with the stream of the checkpoint
+            torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
+        seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
+        return envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])[0]
+
+    def note_episodes(self, infos: dict) -> None:
+        """Take note of the episodes that ended in a step."""
+        if "episode" in infos:
+            ended = infos["_episode"]
+            self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
+
+    def average_gradients(self, agent: nn.Module) -> None:
+        """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
+        if self.processes > 1:
+            gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+            nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+
+    def require_finite(self, grad_norm: Tensor) -> None:
+        """Stop the run before it spoils the parameters."""
+        if not torch.isfinite(grad_norm):
+            what = f"loss or gradient not finite at step {self.global_step}"
+            hint = "look for NaN in observations and rewards, or lower --learning-rate"
+            raise FloatingPointError(f"{what}: {hint}; {self.folder / 'checkpoint.pt'} is good")
+
+    def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
+        """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
+        table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])  # (minibatches, names)
+        means = average(table.mean(0)).tolist()  # fetched at once
+        scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
+        scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
+        episodes = gather(self.episodes)
+        self.episodes = []
+        if episodes:
+            scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
+            self.recent_returns.extend(episode_return for episode_return, _ in episodes)
+        if self.rank == 0:
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value, self.global_step)
+        progress = f"mean return {self.mean_return:.1f}"
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update(self.args.batch_size)
+        if self.bar.disable and time.time() - self.last_print > 5:  # no terminal: a plain line instead of the bar
+            self.last_print, sps = time.time(), scalars["charts/SPS"]
+            seconds = (self.args.total_timesteps - self.global_step) / sps
+            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {seconds:,.0f} s left, {progress}", flush=True)
+
+    @property
+    def mean_return(self) -> float:
+        """Of the last 100 episodes; NaN where none has ended."""
+        return float(np.mean(self.recent_returns or [math.nan]))
 
 
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume, if there is one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
-    run_dir = parser.parse_known_args()[0].resume
-    default = Args(**load_checkpoint(Path(run_dir) / "checkpoint.pt")["args"]) if run_dir else Args()
+    folder = parser.parse_known_args()[0].resume
+    default = Args(**load_checkpoint(Path(folder) / "checkpoint.pt")["args"]) if folder else Args()
     return replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
 
 
