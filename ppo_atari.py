@@ -319,7 +319,7 @@ def train(args: Args) -> Path:
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
-        actions = to_tensor(np.zeros((T, N, *action_space.shape), action_space.dtype))
+        actions = torch.zeros((T, N, *action_space.shape), dtype=torch.long, device=run.device)
         logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
@@ -328,7 +328,9 @@ def train(args: Args) -> Path:
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
-            loss_args = replace(args, clip_coef=args.clip_coef * remaining) if args.anneal_clip else args  # [aux 1]
+            if args.anneal_clip:  # [aux 1]; as a tensor: --compile would compile anew for another number
+                clip_coef = torch.tensor(args.clip_coef * remaining, dtype=torch.float64, device=run.device)
+            loss_args = replace(args, clip_coef=clip_coef) if args.anneal_clip else args
 
             # rollout
             if run.episodes_restart:
@@ -342,7 +344,7 @@ def train(args: Args) -> Path:
                 if truncations[step].any():
                     cut = truncations[step]
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
-                run.note_episodes(infos)
+                run.note_step(next_obs, rewards[step], infos)
             next_values = torch.cat([values[1:], get_value(to_tensor(next_obs))[None]])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -376,18 +378,22 @@ def train(args: Args) -> Path:
                     break
 
             # log [core 12]
-            explained_variance = average(1 - (returns - values).var() / returns.var())
+            explained_variance = 1 - variance(returns - values) / variance(returns)
             run.log(stats, {"charts/learning_rate": learning_rate, "losses/explained_variance": explained_variance})
     return run.folder
 
 
-def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False) -> list[float]:
+def evaluate(
+    checkpoint: Path, episodes: int, deterministic: bool = False, capture_video: bool = False, seed: int | None = None
+) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    Videos go to the folder `videos` beside the checkpoint. Training's random stream is left where it was.
+    Another `seed` than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    checkpoint. Training's random stream is left where it was.
     """
     state = load_checkpoint(checkpoint)
     args = replace(Args(**state["args"]), eval_episodes=episodes)
+    args.seed = args.seed if seed is None else seed
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -395,14 +401,14 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
         agent = Agent(envs, args)
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
-        while len(returns) < episodes:
+        for _ in range(episodes * EPISODE_LIMIT):
+            if len(returns) == episodes:
+                break
             action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=deterministic)
             obs, _, _, _, infos = envs.step(action.numpy())
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
-    mean, std = np.mean(returns), np.std(returns)
-    spread = f"min {min(returns):.2f}, max {max(returns):.2f}"
-    print(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {episodes} episodes")
+    report(returns, episodes)
     return returns
 
 
@@ -414,12 +420,15 @@ def evaluate(checkpoint: Path, episodes: int, deterministic: bool = False, captu
 import argparse
 import ctypes
 import difflib
+import errno
 import io
 import multiprocessing
 import os
 import shlex
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -431,6 +440,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
+EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
+BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init"]  # arguments that a resume comes too late to change
 
 
 class UserError(ValueError):
@@ -459,7 +470,7 @@ def check_args(args: Args) -> None:
     require(args, "num_minibatches", lambda x: size % x == 0, f"a divisor of {batch}")
     require(args, "num_minibatches", lambda x: not args.norm_adv or x < size, f"at most half of {batch}")
     require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
-    if (args.evaluate or args.capture_video or args.eval_every) and not args.eval_episodes:
+    if not args.eval_episodes and (args.evaluate or args.capture_video or args.eval_every):
         args.eval_episodes = 10
 
 
@@ -475,8 +486,9 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     """The answer to an env with spaces that this script does not handle; closes it."""
     envs.close()
     spaces = f"observations {envs.single_observation_space} and actions {envs.single_action_space}"
-    use = "ppo.py for vectors and Discrete actions, ppo_continuous_action.py for Box actions, ppo_multidiscrete.py for "
-    use += "MultiDiscrete ones, ppo_atari.py for Atari games, gymnasium's FlattenObservation for other observations"
+    use = "ppo.py for vectors and Discrete actions, ppo_continuous_action.py for Box actions (vectors of floats), "
+    use += "ppo_multidiscrete.py for MultiDiscrete ones, ppo_atari.py for Atari games, gymnasium's FlattenObservation "
+    use += "for other observations"
     return UserError(f"{args.env_id} has {spaces}, which this script does not handle: use {use}")
 
 
@@ -528,6 +540,11 @@ def gather(items: list) -> list:
     return [item for each in lists for item in each]
 
 
+def variance(x: Tensor) -> Tensor:
+    """The unbiased variance of x over all processes."""
+    return torch.cat(gather([x.cpu()])).var()
+
+
 def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
     """Read a checkpoint onto the CPU, without running code from it, and load its parameters into `agent`, if given.
 
@@ -550,6 +567,17 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
     return state
 
 
+def report(returns: list[float], episodes: int) -> None:
+    """Print what an evaluation of so many episodes found."""
+    if len(returns) < episodes:
+        steps = f"{episodes * EPISODE_LIMIT:,} steps"
+        tqdm.write(f"evaluation: given up after {steps}, in which {len(returns)} of {episodes} episodes ended")
+    if returns:
+        mean, std = np.mean(returns), np.std(returns)
+        spread = f"min {min(returns):.2f}, max {max(returns):.2f}"
+        tqdm.write(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {len(returns)} episodes")
+
+
 class Run(contextlib.ExitStack):
     """Folder, log, checkpoints, evaluations, signals and processes of a run; what it opens it closes."""
 
@@ -562,23 +590,26 @@ class Run(contextlib.ExitStack):
         self.iteration = self.global_step = 0  # done; inside the loop with the one under way
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
+        self.ended = 0  # how many since the envs were last reset
         self.recent_returns = deque(maxlen=100)
-        self.kept = {}
+        self.kept = {}  # numbers of the script's own that checkpoints hold too
+        self.signals = []
+        self.evaluating = False
         self.wandb_run = self.wandb_id = None
-        torch.set_num_threads(num_threads(args.torch_threads))
-        torch.backends.cudnn.deterministic = args.torch_deterministic
+        enough = lambda _: not args.norm_adv or args.minibatch_size > self.processes
+        require(args, "num_minibatches", enough, f"less with {self.processes} processes: a step cannot be normalised")
+        self.enter_context(torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []))
         torch.manual_seed(args.seed)
+        self.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(num_threads(args.torch_threads))
+        self.callback(setattr, torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
+        torch.backends.cudnn.deterministic = args.torch_deterministic
         keep_freed_memory()
 
     def share(self, name: str) -> int:
         """This process's part of what the argument `name` counts."""
         require(self.args, name, lambda x: x % self.processes == 0, f"a multiple of {self.processes}, the processes")
         return getattr(self.args, name) // self.processes
-
-    def keep(self, **values: float) -> dict:
-        """Return these numbers as a dict that checkpoints hold too; a resume sets it to what was saved."""
-        self.kept = values
-        return self.kept
 
     def iterations(
         self, agent: nn.Module, optimizer, envs: VectorEnv, until: Callable = lambda: False
@@ -590,17 +621,18 @@ class Run(contextlib.ExitStack):
         args = self.args
         self.callback(envs.close)
         self.open(agent, optimizer)
-        signals = self.catch_signals()
+        self.catch_signals()
         while True:
-            stop = gather(signals)  # one process's signal stops all
+            stop = self.stop_signal()
             finished = self.iteration >= args.num_iterations or until()
             save_due = finished or self.iteration % args.checkpoint_every == 0
             if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
                 self.save(agent, optimizer)
             resumed_here = self.global_step == self.start_step
             eval_due = args.eval_every and self.iteration % args.eval_every == 0 and not resumed_here
-            if self.rank == 0 and args.eval_episodes and (finished or eval_due) and not stop:
+            if args.eval_episodes and (finished or eval_due) and not stop:
                 self.evaluate()
+                stop = self.stop_signal()
             if finished or stop:
                 break
             self.episodes_restart |= save_due and args.exact_resume  # as after a time limit
@@ -610,20 +642,22 @@ class Run(contextlib.ExitStack):
         self.close()
         if self.wandb_run:
             self.wandb_run.finish()
-        seconds = time.time() - self.start_time
-        print(f"{self.global_step:,} steps, {seconds:.0f} s, mean return {self.mean_return:.1f}, in {self.folder}")
+        print(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
         if stop and not finished:
             launcher = ["python"] if self.processes == 1 else ["torchrun", "--nproc-per-node", str(self.processes)]
-            command = shlex.join([*launcher, os.path.relpath(__file__), "--resume", str(self.folder)])
-            print(f"stopped by signal {stop[0]}; to go on: {command}")
-            sys.exit(128 + stop[0])
+            print(
+                f"stopped by signal {stop}; to go on: {shlex.join([*launcher, __file__, '--resume', str(self.folder)])}"
+            )
+            sys.exit(128 + stop)
 
     def open(self, agent: nn.Module, optimizer) -> None:
         """Restore what there is to resume, then make the folder and begin to write: all input is good by now."""
         args = self.args
-        self.folder = Path(args.resume) if args.resume else None
+        self.folder = run_folder(args.resume) if args.resume else None
         if args.resume:
             self.restore(agent, optimizer)
+        if args.capture_video and self.rank == 0:
+            self.try_camera()
         self.start_step, self.start_time, self.last_print = self.global_step, time.time(), time.time()
         try:
             if self.rank == 0:
@@ -631,6 +665,8 @@ class Run(contextlib.ExitStack):
                 if args.track:
                     self.start_wandb()  # it listens to the writer made next
                 self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
+                self.callback(setattr, threading, "excepthook", threading.excepthook)
+                threading.excepthook = lambda failure: None  # the writer's thread: what it meets is raised here as well
         except OSError as error:
             raise UserError(f"cannot write to {self.folder or 'runs/'}: {error.strerror}") from None
         self.folder = gather([self.folder])[0]
@@ -648,7 +684,7 @@ class Run(contextlib.ExitStack):
 
     def make_folder(self) -> Path:
         """Make a folder that no other run has, even one that begins in the same second."""
-        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}".replace("/", "-")
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}".replace("/", "-").replace(":", "-")
         now = int(time.time())
         while True:
             with contextlib.suppress(FileExistsError):
@@ -662,30 +698,37 @@ class Run(contextlib.ExitStack):
         try:
             import wandb
 
-            project = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, dir=self.folder.parent)
-            self.wandb_run = wandb.init(
-                **project,
-                name=self.folder.name,
-                id=self.wandb_id,
-                resume="allow",
-                config=vars(self.args),
-                sync_tensorboard=True,
-            )
+            args, name, folder = self.args, self.folder.name, self.folder.parent
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=name, dir=folder)
+            names |= dict(id=self.wandb_id, resume="allow")
+            self.wandb_run = wandb.init(**names, config=vars(args), sync_tensorboard=True)
             self.wandb_id = self.wandb_run.id
         except Exception as error:  # no network, no login
             print(f"wandb is off for this run: {error}", file=sys.stderr)
 
-    def catch_signals(self) -> list[int]:
-        """Return a list that collects SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt at once."""
-        received = []
+    def catch_signals(self) -> None:
+        """Note SIGINT and SIGTERM until the iteration is done; a second SIGINT raises KeyboardInterrupt at once."""
 
-        def handler(signum, frame):
-            received.append(signum)
+        def note(signum, frame):
+            self.signals.append(signum)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.rank == 0:  # print() is not for signal handlers
+                os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
+            if self.evaluating:
+                raise KeyboardInterrupt
 
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self.callback(signal.signal, signum, signal.signal(signum, handler))
-        return received
+        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self.callback(signal.signal, signum, signal.signal(signum, note))
+
+    def stop_signal(self) -> int:
+        """The signal that any of the processes got, or 0: one stops all."""
+        signum = max(self.signals, default=0)
+        if self.processes == 1:
+            return signum
+        signum = torch.tensor(signum, device=self.device)
+        dist.all_reduce(signum, dist.ReduceOp.MAX)
+        return int(signum)
 
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
@@ -696,7 +739,7 @@ class Run(contextlib.ExitStack):
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=args, rng=rng)
         state |= dict(iteration=self.iteration, global_step=self.global_step, wandb_id=self.wandb_id)
-        state |= dict(recent_returns=list(self.recent_returns)) | self.kept
+        state |= self.kept | dict(recent_returns=list(self.recent_returns))
         buffer = io.BytesIO()
         torch.save(state, buffer)
         path = self.folder / "checkpoint.pt"
@@ -712,23 +755,44 @@ class Run(contextlib.ExitStack):
     def restore(self, agent: nn.Module, optimizer) -> None:
         """Go on where the checkpoint was; the envs begin new episodes."""
         state = load_checkpoint(self.folder / "checkpoint.pt", agent)
-        trained_on = state["args"]["env_id"]
-        if trained_on != self.args.env_id:
-            raise UserError(f"{self.folder} trains on {trained_on}: start a new run for {self.args.env_id}")
-        optimizer.load_state_dict(state["optimizer"])
+        for name in BEGUN_WITH:
+            begun, given = state["args"].get(name), getattr(self.args, name, None)
+            if begun != given:
+                flag = name.replace("_", "-")
+                raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
+        own_groups = optimizer.state_dict()["param_groups"]  # a weight decay that was given anew holds
+        optimizer.load_state_dict(state["optimizer"] | dict(param_groups=own_groups))
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         self.global_step, self.wandb_id = state["global_step"], state["wandb_id"]
         self.iteration = self.global_step // self.args.batch_size
         self.recent_returns.extend(state["recent_returns"])
-        self.kept.update({name: state[name] for name in self.kept})
+        self.kept.update({name: state[name] for name in self.kept if name in state})
+
+    def try_camera(self) -> None:
+        """Film a first frame, for a video that fails after hours of training is a loss."""
+        try:
+            with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(self.args, 1, Path(name))) as envs:
+                envs.reset(seed=[0])
+        except Exception as error:  # whatever an env, a renderer or an encoder may raise
+            raise UserError(f"--capture-video: {self.args.env_id} cannot be filmed: {error}") from None
 
     def evaluate(self) -> None:
-        """Play with the agent of the checkpoint just written, and log the mean return."""
+        """Play with the agent of the checkpoint just written, and log the mean return; a signal ends it."""
+        if self.rank:
+            return
         args = self.args
-        returns = evaluate(self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video)
-        self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
+        self.evaluating = True
+        try:
+            returns = evaluate(
+                self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video
+            )
+        except KeyboardInterrupt:
+            returns = []
+        self.evaluating = False
+        if returns:
+            self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
         videos = sorted(self.folder.glob(f"videos/step_{self.global_step}/*.mp4"))
         if videos and self.wandb_run:  # sent explicitly: wandb's monitor_gym breaks current gymnasium
             import wandb
@@ -737,17 +801,25 @@ class Run(contextlib.ExitStack):
 
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
-        self.episodes_restart = False
         done = self.iteration - 1
+        if self.global_step > self.start_step + self.args.batch_size and self.ended < envs.num_envs:
+            cut = f"cuts all episodes, of which {self.ended} ended since the checkpoint before"
+            tqdm.write(f"warning: --exact-resume {cut}: returns are biased; raise --checkpoint-every")
+        self.episodes_restart = False
+        self.ended = 0
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
-        return envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])[0]
+        obs, infos = envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])
+        self.note_step(obs, np.zeros(0), infos)
+        return obs
 
-    def note_episodes(self, infos: dict) -> None:
-        """Take note of the episodes that ended in a step."""
+    def note_step(self, obs: np.ndarray, rewards: np.ndarray, infos: dict) -> None:
+        """Take note of the episodes that a step ended, and that it led to numbers."""
+        self.require_finite(rewards.sum() + (obs.sum() if obs.dtype.kind == "f" else 0))
         if "episode" in infos:
             ended = infos["_episode"]
+            self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
 
     def average_gradients(self, agent: nn.Module) -> None:
@@ -756,12 +828,13 @@ class Run(contextlib.ExitStack):
             gradients = [p.grad for p in agent.parameters() if p.grad is not None]
             nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
 
-    def require_finite(self, grad_norm: Tensor) -> None:
-        """Stop the run before it spoils the parameters."""
-        if not torch.isfinite(grad_norm):
-            what = f"loss or gradient not finite at step {self.global_step}"
+    def require_finite(self, x: float | Tensor) -> None:
+        """Stop the run before NaN or infinity spoils the parameters."""
+        if not math.isfinite(x):
+            what = "an observation, a reward, the loss or its gradient is not finite"
             hint = "look for NaN in observations and rewards, or lower --learning-rate"
-            raise FloatingPointError(f"{what}: {hint}; {self.folder / 'checkpoint.pt'} is good")
+            good = f"{self.folder / 'checkpoint.pt'} is good"
+            raise FloatingPointError(f"{what} in the iteration to step {self.global_step}: {hint}; {good}")
 
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
@@ -777,50 +850,80 @@ class Run(contextlib.ExitStack):
         if self.rank == 0:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.global_step)
-        progress = f"mean return {self.mean_return:.1f}"
-        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.set_postfix_str(self.progress(), refresh=False)
         self.bar.update(self.args.batch_size)
         if self.bar.disable and time.time() - self.last_print > 5:  # no terminal: a plain line instead of the bar
             self.last_print, sps = time.time(), scalars["charts/SPS"]
             seconds = (self.args.total_timesteps - self.global_step) / sps
-            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {seconds:,.0f} s left, {progress}", flush=True)
+            print(
+                f"{self.global_step:,} steps, {sps:,.0f} steps/s, {seconds:,.0f} s left, {self.progress()}", flush=True
+            )
 
-    @property
-    def mean_return(self) -> float:
-        """Of the last 100 episodes; NaN where none has ended."""
-        return float(np.mean(self.recent_returns or [math.nan]))
+    def progress(self) -> str:
+        """The mean return of the last 100 episodes, in words."""
+        returns = self.recent_returns
+        return f"mean return {np.mean(returns):.1f}" if returns else "no episode has ended yet"
+
+
+def run_folder(name: str) -> Path:
+    """The folder of a run that is named by it, or by its checkpoint."""
+    return Path(name).parent if Path(name).name == "checkpoint.pt" else Path(name)
 
 
 def parse_args() -> Args:
-    """Read the command line, upon the arguments of the run to resume, if there is one."""
+    """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
-    folder = parser.parse_known_args()[0].resume
-    default = Args(**load_checkpoint(Path(folder) / "checkpoint.pt")["args"]) if folder else Args()
-    return replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
+    parser.add_argument("--evaluate")
+    known, _ = parser.parse_known_args()
+    folder = known.evaluate or known.resume
+    saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"] if folder else {}
+    if known.evaluate:
+        saved |= dict(eval_episodes=0, eval_every=0, deterministic=False, capture_video=False)
+    default = Args(**saved)
+    args = replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
+    if args.evaluate:
+        heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads"}
+        names = [f.name for f in fields(args) if f.init and f.name not in heeded]
+        ignored = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) != getattr(default, n)]
+        if ignored:
+            raise UserError(f"--evaluate plays the agent as it was trained: leave out {', '.join(ignored)}")
+    return args
 
 
-def join_processes() -> None:
+def join_processes(args: Args) -> None:
     """Join those that torchrun started beside this one, if it did: a GPU for each, and the first one speaks."""
     if dist.is_torchelastic_launched():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(timeout=timedelta(days=1))  # they wait while the first one evaluates
+        gpus = torch.cuda.device_count() if args.cuda else 0
+        if gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # nccl wants a GPU for each
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # they wait while the first one evaluates
         if dist.get_rank():
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
+def main() -> None:
+    """Do what the command line asks for."""
+    args = parse_args()
+    if not args.evaluate:
+        join_processes(args)
+        train(args)
+    elif os.environ.get("RANK", "0") == "0":
+        torch.set_num_threads(num_threads(args.torch_threads))
+        checkpoint = run_folder(args.evaluate) / "checkpoint.pt"
+        evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video, args.seed)
+
+
 if __name__ == "__main__":
     try:
-        args = parse_args()
-        if args.evaluate:
-            checkpoint = Path(args.evaluate) / "checkpoint.pt"
-            evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video)
-        else:
-            join_processes()
-            train(args)
+        main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.exit(f"error: {error.strerror}; the last checkpoint is good")
