@@ -417,9 +417,9 @@ def train(args: Args) -> Path:
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
-            if args.anneal_clip:  # [aux 1]; as a tensor: --compile would compile anew for another number
-                clip_coef = torch.tensor(args.clip_coef * remaining, dtype=torch.float64, device=run.device)
-            loss_args = replace(args, clip_coef=clip_coef) if args.anneal_clip else args
+            loss_args = args
+            if args.anneal_clip:  # [aux 1]; a tensor, for --compile would compile anew for each new number
+                loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
 
             # rollout
             if run.episodes_restart:
@@ -697,6 +697,7 @@ class Run(contextlib.ExitStack):
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.ended = 0  # how many since the envs were last reset
+        self.warned = False
         self.recent_returns = deque(maxlen=100)
         self.kept = {}  # numbers of the script's own that checkpoints hold too
         self.signals = []
@@ -771,8 +772,9 @@ class Run(contextlib.ExitStack):
                 if args.track:
                     self.start_wandb()  # it listens to the writer made next
                 self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
-                self.callback(setattr, threading, "excepthook", threading.excepthook)
-                threading.excepthook = lambda failure: None  # the writer's thread: what it meets is raised here as well
+                hook = threading.excepthook
+                self.callback(setattr, threading, "excepthook", hook)  # the writer's thread: a full disk is told once
+                threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
         except OSError as error:
             raise UserError(f"cannot write to {self.folder or 'runs/'}: {error.strerror}") from None
         self.folder = gather([self.folder])[0]
@@ -908,9 +910,11 @@ class Run(contextlib.ExitStack):
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
         done = self.iteration - 1
-        if self.global_step > self.start_step + self.args.batch_size and self.ended < envs.num_envs:
-            cut = f"cuts all episodes, of which {self.ended} ended since the checkpoint before"
-            tqdm.write(f"warning: --exact-resume {cut}: returns are biased; raise --checkpoint-every")
+        cut = self.global_step > self.start_step + self.args.batch_size  # by --exact-resume
+        if cut and self.ended < envs.num_envs and not self.warned:
+            self.warned = True
+            lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
+            tqdm.write(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
         self.episodes_restart = False
         self.ended = 0
         if self.rank:  # rank 0 goes on with the stream of the checkpoint

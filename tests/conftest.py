@@ -41,6 +41,7 @@ SMALL = {
         num_steps=16,
         num_minibatches=2,
         target_kl=None,
+        bf16=False,
         torch_threads=1,
     ),
 }

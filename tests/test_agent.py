@@ -38,9 +38,10 @@ def spies(script, monkeypatch):
 
 
 def new_agent(script):
-    envs = script.make_envs(small_args(script), 1)
+    args = small_args(script)
+    envs = script.make_envs(args, 1)
     envs.close()
-    return script.Agent(envs)
+    return script.Agent(envs, args)
 
 
 def test_orthogonal_init(script):

@@ -279,7 +279,7 @@ def test_observations_reach_the_network_as_bytes(atari_script, monkeypatch):
     monkeypatch.setattr(atari_script.Agent, "encode", spy)
     args = small_args(atari_script)
     with contextlib.closing(atari_script.make_envs(args, 2)) as envs:
-        agent = atari_script.Agent(envs)
+        agent = atari_script.Agent(envs, args)
         first = next(module for module in agent.modules() if isinstance(module, torch.nn.Conv2d))
         first.register_forward_pre_hook(lambda _, inputs: ranges.append(inputs[0]))
         agent.encode(torch.full((1, *envs.single_observation_space.shape), 255, dtype=torch.uint8))
@@ -306,8 +306,9 @@ def test_a_short_run_on_pong(atari_script):
 
 def test_float32_features_do_not_depend_on_the_memory_layout(atari_script):
     """Catches: pixels that are permuted, not only laid out anew, before the convolutions."""
-    with contextlib.closing(atari_script.make_envs(small_args(atari_script), 2)) as envs:
-        agent = atari_script.Agent(envs)
+    args = small_args(atari_script)
+    with contextlib.closing(atari_script.make_envs(args, 2)) as envs:
+        agent = atari_script.Agent(envs, args)
         obs = torch.as_tensor(np.stack([envs.single_observation_space.sample() for _ in range(3)]))
     expected = agent.network((obs.float() / 255).contiguous())
     torch.testing.assert_close(agent.encode(obs), expected, rtol=1e-5, atol=1e-5)

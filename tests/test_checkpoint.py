@@ -38,30 +38,34 @@ def run_dir(script) -> Path:
     return script.train(small_args(script, seed=7))
 
 
-def test_contents(script, run_dir):
+def test_contents(script, monkeypatch):
     """Catches: a checkpoint that lacks a part of the run, or that needs code to be loaded."""
-    args, state = small_args(script, seed=7), load(run_dir)
-    assert torch.equal(state["rng"]["cpu"], torch.get_rng_state())  # where the run left it
+    random_states, save = [], script.Run.save
+    monkeypatch.setattr(script.Run, "save", lambda *args: (random_states.append(torch.get_rng_state()), save(*args))[1])
+    args = small_args(script, seed=7)
+    state = load(script.train(args))
+    assert torch.equal(state["rng"]["cpu"], random_states[-1])  # where the run left it
     assert state.keys() >= {"agent", "optimizer", "args", "iteration", "global_step", "rng", "recent_returns"}
     assert is_plain(state)
     assert script.Args(**state["args"]) == args
     assert all(value is None or type(value) in (bool, int, float, str) for value in state["args"].values())
     assert (state["iteration"], state["global_step"]) == (4, args.total_timesteps)
     envs = script.make_envs(args, 1)
-    assert state["agent"].keys() == script.Agent(envs).state_dict().keys()
+    assert state["agent"].keys() == script.Agent(envs, args).state_dict().keys()
     envs.close()
     assert len(state["optimizer"]["state"]) > 0
 
 
 def test_schedule(script, monkeypatch):
     """Catches: no checkpoint before the first iteration or after the last, and one at each iteration or at none."""
-    saved, save_checkpoint = [], script.save_checkpoint
+    saved, save = [], script.Run.save
 
-    def spy(path, args, agent, optimizer, progress):
-        saved.append((progress["iteration"], progress["global_step"]))
-        save_checkpoint(path, args, agent, optimizer, progress)
+    def spy(run, agent, optimizer):
+        save(run, agent, optimizer)
+        state = load(run.folder)
+        saved.append((state["iteration"], state["global_step"]))
 
-    monkeypatch.setattr(script, "save_checkpoint", spy)
+    monkeypatch.setattr(script.Run, "save", spy)
     args = small_args(script, checkpoint_every=3)
     script.train(args)
     assert saved == [(k, k * args.batch_size) for k in (0, 3, 4)]
@@ -77,7 +81,7 @@ def test_the_log_is_never_behind_the_checkpoint(script, monkeypatch):
 
     spy(script.SummaryWriter, "add_scalar", "log")
     spy(script.SummaryWriter, "flush", "flush")
-    spy(script, "save_checkpoint", "save")
+    spy(os, "replace", "save")  # from here on the checkpoint is there
     script.train(small_args(script, checkpoint_every=1))
     saves = [index for index, event in enumerate(events) if event == "save"]
     assert len(saves) == 5

@@ -42,7 +42,8 @@ gym.register("Unbounded-v0", Unbounded)
 
 
 def make_agent(env_id="Recorder-v0") -> script.Agent:
-    return script.Agent(script.make_envs(script.Args(env_id=env_id), 1))
+    args = script.Args(env_id=env_id)
+    return script.Agent(script.make_envs(args, 1), args)
 
 
 def test_running_moments_are_those_of_the_whole_stream():
@@ -106,15 +107,16 @@ def test_normalisation_can_be_off(option, buffer):
 
 def test_statistics_are_frozen_in_evaluation_and_saved_with_the_agent():
     """Catches: an agent that plays differently after a save and a load, or the more it is evaluated."""
-    run_dir = script.train(small_args(script))
+    args = small_args(script)
+    run_dir = script.train(args)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
     assert state["obs_norm.count"] > 0
-    agent = script.Agent(script.make_envs(small_args(script), 1))
+    agent = script.Agent(script.make_envs(args, 1), args)
     script.load_checkpoint(run_dir / "checkpoint.pt", agent)
     obs = torch.randn(4, 3) * 5
     before = agent.get_action_and_value(obs, deterministic=True)
     assert script.evaluate(run_dir / "checkpoint.pt", 2) == script.evaluate(run_dir / "checkpoint.pt", 2)
-    again = script.Agent(script.make_envs(small_args(script), 1))
+    again = script.Agent(script.make_envs(args, 1), args)
     script.load_checkpoint(run_dir / "checkpoint.pt", again)
     for a, b in zip(before, again.get_action_and_value(obs, deterministic=True)):
         assert torch.equal(a, b)
@@ -196,4 +198,4 @@ def test_a_discrete_env_is_refused():
     """Catches: a traceback where the user took the wrong script."""
     result = run_script("ppo_continuous_action", "--env-id", "CartPole-v1")
     assert result.returncode == 2
-    assert "use ppo.py for Discrete actions" in result.stderr
+    assert "use ppo.py for vectors and Discrete actions" in result.stderr

@@ -221,7 +221,7 @@ def test_log_probability_is_that_of_the_sample(name):
     envs = script.make_envs(args, 2)
     try:
         obs, _ = envs.reset(seed=script.env_seeds(args, 2, script.TRAINING, 0))
-        agent = script.Agent(envs)
+        agent = script.Agent(envs, args)
         with torch.no_grad():
             for parameter in agent.parameters():  # away from the almost uniform first policy
                 parameter += 0.05 * torch.randn_like(parameter)

@@ -136,9 +136,9 @@ def test_the_final_observation_is_valued_with_the_state_that_led_to_it(monkeypat
         return original(rewards, values, next_values, *rest)
 
     monkeypatch.setattr(ppo_lstm, "compute_gae", spy)
-    run_dir = ppo_lstm.train(small_args(ppo_lstm, env_id="Cut-v0", total_timesteps=32, learning_rate=1e-12))
-    envs = ppo_lstm.make_envs(small_args(ppo_lstm, env_id="Cut-v0"), 1)
-    agent = ppo_lstm.Agent(envs, hidden_size=16)
+    args = small_args(ppo_lstm, env_id="Cut-v0", total_timesteps=32, learning_rate=1e-12)
+    run_dir = ppo_lstm.train(args)
+    agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 1), args)
     ppo_lstm.load_checkpoint(run_dir / "checkpoint.pt", agent)
     values = []
     for cue in (-1, 1):
@@ -197,10 +197,11 @@ def test_patience_ends_a_run():
 
 def test_the_critic_has_a_learning_rate_of_its_own():
     """Catches: parameter groups that leave a parameter out, or twice in."""
-    run_dir = ppo_lstm.train(small_args(ppo_lstm, critic_learning_rate=1e-12, learning_rate=1e-2))
+    args = small_args(ppo_lstm, critic_learning_rate=1e-12, learning_rate=1e-2)
+    run_dir = ppo_lstm.train(args)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     torch.manual_seed(1)
-    agent = ppo_lstm.Agent(ppo_lstm.make_envs(small_args(ppo_lstm), 2), hidden_size=16)
+    agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 2), args)
     moved = {name for name, value in agent.state_dict().items() if not torch.allclose(value, state["agent"][name])}
     assert {name for name in moved if name.startswith(("critic", "memory.lstms.1"))} == set()
     assert {name.split(".")[0] for name in moved} == {"actor", "memory"}

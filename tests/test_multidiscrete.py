@@ -42,7 +42,7 @@ class MaskedEnvs(gym.vector.VectorEnv):
 def agent():
     """An agent whose choices are far from uniform."""
     torch.manual_seed(0)
-    agent = script.Agent(MaskedEnvs())
+    agent = script.Agent(MaskedEnvs(), small_args(script))
     agent.actor[-1].weight.data.normal_()
     agent.actor[-1].bias.data.normal_()
     return agent
@@ -140,7 +140,7 @@ def test_without_masks_components_are_independent_categoricals():
     envs = MaskedEnvs()
     envs.mask_actions = False
     torch.manual_seed(0)
-    agent = script.Agent(envs)
+    agent = script.Agent(envs, small_args(script))
     agent.actor[-1].weight.data.normal_()
     obs = torch.randn(2, 3)
     action, logprob, entropy, _ = agent.get_action_and_value(obs)
@@ -201,7 +201,7 @@ def test_grids_that_are_too_small_and_masks_that_nobody_tells_are_refused():
 def test_bfloat16_is_close_to_float32(monkeypatch):
     """Catches: a half precision that reaches the heads, or an encoder of another function."""
     torch.manual_seed(0)
-    agent = script.Agent(MaskedEnvs((16, 16, 27)))
+    agent = script.Agent(MaskedEnvs((16, 16, 27)), small_args(script, bf16=False))
     obs = (torch.rand(2, 16, 16, 27) < 0.2).to(torch.uint8)
     exact = agent.encode(obs)
     agent.bf16 = True

@@ -16,7 +16,7 @@ def trained(script, env_name, **options):
     args = probe_args(script, env_name, **FAST | options)
     run_dir = script.train(args)
     envs = script.make_envs(args, 1)
-    agent = script.Agent(envs)
+    agent = script.Agent(envs, args)
     script.load_checkpoint(run_dir / "checkpoint.pt", agent)
     envs.close()
 

@@ -1,5 +1,6 @@
 """Several processes, as torchrun starts them, train as one does."""
 
+import dataclasses
 import importlib
 import os
 import re
@@ -159,7 +160,8 @@ def average_halves(rank: int, name: str) -> None:
     x = torch.randn(8, 3)
     expected = torch.autograd.grad((network(x) ** 2).mean(), list(network.parameters()))
     (network(x[4 * rank :][:4]) ** 2).mean().backward()
-    script.average_gradients(agent)
+    with script.Run(script.Args()) as run:
+        run.average_gradients(agent)
     for parameter, gradient in zip(network.parameters(), expected):
         torch.testing.assert_close(parameter.grad, gradient)
     assert unused.weight.grad is None
@@ -177,14 +179,26 @@ def test_one_process_averages_nothing(script):
     x, items = torch.ones(3), [1, 2]
     assert script.average(x) is x
     assert script.gather(items) == items
-    assert script.rank_and_size() == (0, 1)
+    assert script.num_processes() == 1
+    agent = torch.nn.Linear(2, 1)
+    agent.weight.grad = gradient = torch.ones(1, 2)
+    with script.Run(small_args(script)) as run:
+        run.average_gradients(agent)
+        assert agent.weight.grad is gradient
+        assert torch.equal(gradient, torch.ones(1, 2))
+        assert (run.rank, run.processes) == (0, 1)
+        assert run.share("num_envs") == small_args(script).num_envs
 
 
 def test_what_cannot_be_shared_is_refused(script, monkeypatch):
     """Catches: a remainder of the envs or of a minibatch that is dropped silently."""
-    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 3))
-    with pytest.raises(script.UserError, match="multiples of 3"):
+    monkeypatch.setattr(script, "num_processes", lambda: 3)
+    with pytest.raises(script.UserError, match=r"^--num-envs must be a multiple of 3, the processes, not 2$"):
         script.train(small_args(script))
+    with pytest.raises(script.UserError, match="multiple of 3, the processes") as error:  # a minibatch of 3 envs
+        script.train(small_args(script, num_envs=3, num_minibatches=3))
+    flags_named = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", str(error.value))}
+    assert flags_named <= {field.name for field in dataclasses.fields(script.Args) if field.init}
     assert not Path("runs").exists()
 
 

@@ -82,7 +82,7 @@ def test_exact_resume(script, monkeypatch, anneal):
 
 
 def test_without_exact_resume_the_episodes_go_on(script, monkeypatch):
-    """Catches: envs that are restarted at each checkpoint though nobody asked for it."""
+    """Catches: envs that are restarted at each checkpoint though nobody asked for it, or twice where somebody did."""
     resets, step = [], script.gym.vector.VectorWrapper.reset
 
     def spy(envs, *args, **kwargs):
@@ -93,13 +93,12 @@ def test_without_exact_resume_the_episodes_go_on(script, monkeypatch):
     monkeypatch.setattr(script.gym.vector.VectorWrapper, "reset", spy)
     hook_envs(monkeypatch, script, lambda count, transition: None)
     args = small_args(script, checkpoint_every=2)
-    seeds = [script.env_seeds(args, args.num_envs, script.TRAINING, k) for k in (0, 2, 4)]
+    seeds = [script.env_seeds(args, args.num_envs, script.TRAINING, k) for k in (0, 2)]
     script.train(args)
     assert resets == seeds[:1]
     resets.clear()
     script.train(small_args(script, checkpoint_every=2, exact_resume=True))
-    assert resets[0] == seeds[0]
-    assert resets[-2:] == seeds[1:]
+    assert resets == seeds  # once at the start, and after a checkpoint that an iteration follows
 
 
 def test_resumed_envs_are_seeded_anew(script, monkeypatch):

@@ -1,0 +1,58 @@
+"""--anneal-clip: the loss gets a clip_coef that falls, as a tensor: compiled once, and the same numbers."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import parameters, small_args
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Has torch.compile capture graphs without compiling them; counts how often for which function."""
+    counts, compile = Counter(), torch.compile
+
+    def spy(function):
+        def backend(graph, inputs):
+            counts[function.__name__] += 1
+            return graph.forward
+
+        return compile(function, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    torch._dynamo.reset()
+    yield counts
+    torch._dynamo.reset()
+
+
+def test_the_loss_is_compiled_once(script, compiled):
+    """Catches: a loss that is compiled anew in each iteration, for the annealed clip_coef is a new constant."""
+    arguments = dict(anneal_clip=True, update_epochs=2)
+    eager = parameters(script.train(small_args(script, **arguments)))
+    assert not compiled
+    captured = parameters(script.train(small_args(script, compile=True, **arguments)))
+    assert compiled["ppo_loss"] == 1
+    assert compiled["get_action_and_value"] >= 1
+    for name, parameter in eager.items():
+        torch.testing.assert_close(
+            captured[name], parameter, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_the_clip_falls_linearly_and_is_a_number_like_any_other(script, monkeypatch):
+    """Catches: a schedule that is off by one iteration, and a tensor whose precision changes the numbers."""
+    ppo_loss, coefs = script.ppo_loss, []
+    plain = parameters(script.train(small_args(script, anneal_clip=True, clip_coef=0.15)))
+
+    def spy(*args):
+        *tensors, args = args
+        coefs.append(float(args.clip_coef))
+        return ppo_loss(*tensors, replace(args, clip_coef=float(args.clip_coef)))
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    args = small_args(script, anneal_clip=True, clip_coef=0.15)
+    as_floats = parameters(script.train(args))
+    assert all(torch.equal(plain[name], as_floats[name]) for name in plain)
+    minibatches = args.update_epochs * args.num_minibatches
+    assert coefs == [pytest.approx(0.15 * part) for part in (1, 3 / 4, 2 / 4, 1 / 4) for _ in range(minibatches)]

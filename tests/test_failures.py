@@ -1,0 +1,118 @@
+"""A single number that is none, and a full disk: told in one sentence; the checkpoint before it stays good."""
+
+import errno
+import importlib
+import os
+import re
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ATARI_SCRIPTS, ROOT, SCRIPTS, SMALL, flags, read_scalars, small_args
+from faulty_envs import hook_envs
+from gymnasium.spaces import Box, Discrete
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+
+class LargeHalf(gym.Env):
+    """Observations are float16: each finite, their sum larger than float16 holds."""
+
+    observation_space, action_space = Box(-60000, 60000, (4,), np.float16), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(4, 20000, np.float16), {}
+
+    def step(self, action):
+        return np.full(4, 20000, np.float16), 1.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+gym.register("LargeHalf-v0", entry_point=LargeHalf)
+
+
+def all_tensors(value) -> list[torch.Tensor]:
+    """Each tensor in a checkpoint."""
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in all_tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def assert_stops(script, monkeypatch, what: int, value: float, at: str) -> None:
+    """Put one bad number into what a step of the third iteration returns: the run must stop then, as it should."""
+    args = small_args(script, checkpoint_every=1)
+    step = {"middle": 2 * args.num_steps + 5, "end": 3 * args.num_steps}[at]
+
+    def spoil(count, transition):
+        if count == step:
+            transition[what] = np.array(transition[what], np.float32)
+            transition[what].flat[1] = value
+
+    hook_envs(monkeypatch, script, spoil)
+    with pytest.raises(FloatingPointError) as error:
+        script.train(args)
+    named = ["an observation", "a reward"][what]
+    assert named in str(error.value)
+    assert re.search(rf"\bstep {3 * args.batch_size}\b", str(error.value))
+    (run_dir,) = Path("runs").iterdir()
+    assert f"{run_dir / 'checkpoint.pt'} is good" in str(error.value)
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["iteration"] == 2
+    tensors = all_tensors(state["agent"]) + all_tensors(state["optimizer"])
+    assert len(tensors) > 10
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+    assert [step for step, _ in read_scalars(run_dir)["losses/value_loss"]] == [args.batch_size, 2 * args.batch_size]
+    hook_envs(monkeypatch, script, None)
+    script.train(small_args(script, resume=str(run_dir)))
+
+
+@pytest.mark.parametrize("at", ["middle", "end"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ATARI_SCRIPTS])
+def test_one_observation_that_is_no_number(name, monkeypatch, value, at):
+    """Catches: an infinity that a tanh or a clip hides from the loss, and that spoils the statistics for ever."""
+    assert_stops(importlib.import_module(name), monkeypatch, 0, value, at)
+
+
+@pytest.mark.parametrize("at", ["middle", "end"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_one_reward_that_is_no_number(script, monkeypatch, value, at):
+    """Catches: an infinity that normalisation or a floor turns into a number, and that spoils the statistics."""
+    assert_stops(script, monkeypatch, 1, value, at)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_lstm"])
+def test_large_observations_are_numbers(name):
+    """Catches: a check by a sum that overflows, in the observations' own dtype, where each is finite."""
+    script = importlib.import_module(name)
+    script.train(small_args(script, env_id="LargeHalf-v0"))
+
+
+@pytest.mark.parametrize("written", [0, 5, 30])
+def test_a_full_disk_met_by_the_writer_thread(script, monkeypatch, capfd, written):
+    """Catches: two tracebacks, one of a thread that nobody knows, where one sentence tells all."""
+    write, calls = RecordWriter.write, []
+
+    def fill_the_disk(writer, data):
+        calls.append(data)
+        if len(calls) > written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(writer, data)
+
+    monkeypatch.setattr(RecordWriter, "write", fill_the_disk)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not pytest's, which keeps tracebacks back
+    path = str(ROOT / f"{script.__name__}.py")
+    monkeypatch.setattr(sys, "argv", [path, *flags(**SMALL[script.__name__] | dict(checkpoint_every=1))])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(path, run_name="__main__")
+    err = capfd.readouterr().err
+    told = err + (exit.value.code if isinstance(exit.value.code, str) else "")  # the interpreter prints it, and exits 1
+    assert len(calls) > written
+    assert "Traceback" not in told
+    assert told.count("No space left on device") == 1
+    assert len(told.strip().splitlines()) == 1
+    assert isinstance(exit.value.code, str) or exit.value.code == (2 if written == 0 else 1)
