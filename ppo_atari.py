@@ -32,6 +32,7 @@ PPO ends at the line "The life of a run", and so may you: what comes after it is
 
 import contextlib
 import functools
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,6 +63,7 @@ class Args:
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
+    wandb_tags: str = ""  # tags of the wandb run, separated by spaces
     resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
     exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
     checkpoint_every: int = 100  # iterations between checkpoints
@@ -74,6 +76,7 @@ class Args:
     # environment
 
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
+    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"gravity": 5.0}'
     num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
     env_threads: int = 0  # threads that emulate the games, 0 for one per core
 
@@ -161,7 +164,8 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
 
     def make_recorded_env() -> gym.Env:
-        env = gym.make(args.env_id, frameskip=1, render_mode="rgb_array", disable_env_checker=True)
+        options = dict(frameskip=1, render_mode="rgb_array", disable_env_checker=True)
+        env = gym.make(args.env_id, **options | json.loads(args.env_kwargs))
         env = AtariPreprocessing(env, noop_max=30, frame_skip=frame_skip)
         asked_for = lambda episode: episode < args.eval_episodes
         env = RecordVideo(env, str(video_dir), asked_for, fps=60 // frame_skip, disable_logger=True)
@@ -171,7 +175,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         envs = SyncVectorEnv([make_recorded_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     else:
         envs = AtariVectorEnv(
-            **spec.kwargs | dict(frameskip=frame_skip),
+            **spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs),
             num_envs=num_envs,
             num_threads=num_threads(args.env_threads),
             autoreset_mode=AutoresetMode.SAME_STEP,
@@ -305,10 +309,10 @@ def ppo_loss(
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
         T, N = args.num_steps, run.share("num_envs")
         minibatch_size = run.share("minibatch_size")
         envs = make_envs(args, N)
-        args = run.args = replace(args, bf16=args.bf16 and has_bf16(run.device))  # as evaluate is to compute, too
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
         policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
@@ -344,7 +348,7 @@ def train(args: Args) -> Path:
                 if truncations[step].any():
                     cut = truncations[step]
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
-                run.note_step(next_obs, rewards[step], infos)
+                run.note_step(next_obs, rewards[step], truncations[step], infos)
             next_values = torch.cat([values[1:], get_value(to_tensor(next_obs))[None]])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -421,11 +425,15 @@ import argparse
 import ctypes
 import difflib
 import errno
+import importlib
 import io
 import multiprocessing
 import os
+import platform
+import re
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -433,18 +441,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
+
+if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen MuJoCo and pygame draw all the same
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
 BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init"]  # arguments that a resume comes too late to change
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """Bad input: shown as one sentence, with exit code 2, before anything is written."""
 
 
@@ -464,6 +477,9 @@ def check_args(args: Args) -> None:
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
     require(args, "ent_coef vf_coef", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
+    require(args, "env_kwargs", is_json_object, """JSON such as '{"gravity": 5.0}'""")
+    if args.resume:
+        return  # the rest depends on arguments that are still in the checkpoint
     size = args.num_envs * args.num_steps
     batch = f"a batch of --num-envs x --num-steps = {size} steps"
     require(args, "total_timesteps", lambda x: x >= size, f"at least {batch}")
@@ -474,28 +490,46 @@ def check_args(args: Args) -> None:
         args.eval_episodes = 10
 
 
+def is_json_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    with contextlib.suppress(ValueError):
+        return isinstance(json.loads(text), dict)
+    return False
+
+
 def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
-    """The answer to an env id that cannot be made; `known` are ids that gymnasium does not know."""
+    """The answer to an env that cannot be made; `known` are ids that gymnasium does not know."""
     near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
-    return UserError(
-        f"cannot make the env {args.env_id}: {error} (registered ids like it: {', '.join(near) or 'none'})"
-    )
+    hint = f" (registered ids like it: {', '.join(near)})" if near else ""
+    reason = " ".join(str(error).split())  # on one line
+    return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
 
 
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     """The answer to an env with spaces that this script does not handle; closes it."""
     envs.close()
-    spaces = f"observations {envs.single_observation_space} and actions {envs.single_action_space}"
-    use = "ppo.py for vectors and Discrete actions, ppo_continuous_action.py for Box actions (vectors of floats), "
-    use += "ppo_multidiscrete.py for MultiDiscrete ones, ppo_atari.py for Atari games, gymnasium's FlattenObservation "
-    use += "for other observations"
-    return UserError(f"{args.env_id} has {spaces}, which this script does not handle: use {use}")
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    spaces = f"{type(obs_space).__name__}{obs_space.shape} observations and {action_space} actions"
+    scripts = {"Discrete": "ppo.py", "Box": "ppo_continuous_action.py", "MultiDiscrete": "ppo_multidiscrete.py"}
+    script = scripts.get(type(action_space).__name__)
+    advice = f"use {script}" if script else "no script here handles such actions"
+    if script in (None, Path(__file__).name) or len(obs_space.shape or ()) != 1:
+        advice += "; observations must be vectors (see gymnasium's FlattenObservation), Box actions vectors of floats"
+    return UserError(f"{args.env_id} has {spaces}, which {Path(__file__).name} does not handle: {advice}")
 
 
-def leave_signals_to_main_process() -> None:
-    """In the worker of an AsyncVectorEnv: let a Ctrl-C pass by, the main process ends the workers."""
+def prepare_process(args: Args) -> None:
+    """Before gymnasium makes an env: refuse ids of other scripts; have Ctrl-C pass by async workers; quieten MuJoCo."""
+    if args.env_id.startswith("ALE/") or "NoFrameskip" in args.env_id:
+        raise UserError(f"{args.env_id} is an Atari game: use ppo_atari.py or ppo_atari_lstm.py")
+    if args.env_id.startswith("Microrts") and "multidiscrete" not in __file__:
+        raise UserError(f"{args.env_id} is a MicroRTS task: use ppo_multidiscrete.py")
     if multiprocessing.parent_process() and hasattr(os, "setpgrp"):
         os.setpgrp()
+    spec = gym.registry.get(args.env_id)
+    if spec and "mujoco" in str(spec.entry_point):
+        show = lambda text: None if "deprecated" in text else print(text, file=sys.stderr)
+        importlib.import_module("mujoco").set_mju_user_warning(show)
 
 
 def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
@@ -505,8 +539,12 @@ def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
 
 
 def num_threads(wanted: int) -> int:
-    """`wanted`; where that is 0, one thread per core, of which each process on this machine gets its share."""
-    return wanted or max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    """`wanted`; where that is 0, one thread for each core that this process may use, shared with those beside it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # a container's share; "max" where there is no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return wanted or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def keep_freed_memory() -> None:
@@ -550,21 +588,49 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
 
     Raises UserError for a file that is missing, torn, foreign or hostile, and for a network that is not the agent's.
     """
+    author = ""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**state["args"])
+        author = f", written by {state['script']}," if "script" in state else ""
+        unknown = state["args"].keys() - {f.name for f in fields(Args) if f.init}
         if missing := {"agent", "optimizer", "iteration", "global_step", "rng"} - state.keys():
             raise KeyError(*missing)
+        if not unknown:
+            Args(**state["args"])
     except FileNotFoundError:
         raise UserError(f"there is no {path}: give a run's folder, as printed when the run began") from None
     except Exception as error:  # whatever a stranger's file may raise
-        raise UserError(f"{path} is no checkpoint of this script ({type(error).__name__})") from None
+        raise UserError(f"{path}{author} is no checkpoint of this script ({type(error).__name__})") from None
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise UserError(f"{path}{author} has arguments that {Path(__file__).name} lacks: {names}")
     try:
         if agent:
             agent.load_state_dict(state["agent"])
     except RuntimeError:
-        raise UserError(f"{path} holds another network than this one: undo the change or start a new run") from None
+        how = "undo the change or start a new run"
+        raise UserError(f"{path}{author} holds another network than this one: {how}") from None
     return state
+
+
+def upon_checkpoint(args: Args) -> Args:
+    """The arguments of a run that goes on: those of its checkpoint, but for those that are not at their default."""
+    saved = load_checkpoint(run_folder(args.resume) / "checkpoint.pt")["args"]
+    default = Args()
+    names = [f.name for f in fields(args) if f.init and getattr(args, f.name) != getattr(default, f.name)]
+    merged = Args(**saved | {name: getattr(args, name) for name in names} | dict(resume=None))
+    merged.resume = args.resume
+    return merged
+
+
+def try_camera(args: Args) -> None:
+    """Film a first frame, for a video that fails after hours of training is a loss; raise UserError if that fails."""
+    try:
+        with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(args, 1, Path(name, "film"))) as envs:
+            envs.reset(seed=[0])
+    except Exception as error:  # whatever an env, a renderer or an encoder may raise
+        reason = str(error) or type(error).__name__
+        raise UserError(f"--capture-video: {args.env_id} cannot be filmed: {reason}") from None
 
 
 def report(returns: list[float], episodes: int) -> None:
@@ -583,6 +649,8 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
+        if args.resume and not hasattr(args, "spelled_out"):
+            args = upon_checkpoint(args)
         self.args = args
         self.rank = dist.get_rank() if dist.is_initialized() else 0  # 0 writes, evaluates and speaks
         self.processes = num_processes()
@@ -658,17 +726,15 @@ class Run(contextlib.ExitStack):
         if args.resume:
             self.restore(agent, optimizer)
         if args.capture_video and self.rank == 0:
-            self.try_camera()
+            try_camera(args)
         self.start_step, self.start_time, self.last_print = self.global_step, time.time(), time.time()
         try:
             if self.rank == 0:
                 self.folder = self.folder or self.make_folder()
+                self.keep_script()
                 if args.track:
                     self.start_wandb()  # it listens to the writer made next
-                self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
-                hook = threading.excepthook
-                self.callback(setattr, threading, "excepthook", hook)  # the writer's thread: a full disk is told once
-                threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
+                self.start_writer()
         except OSError as error:
             raise UserError(f"cannot write to {self.folder or 'runs/'}: {error.strerror}") from None
         self.folder = gather([self.folder])[0]
@@ -677,33 +743,69 @@ class Run(contextlib.ExitStack):
             changed = f.init and value != f.default
             print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
         together = f", {self.processes} processes" if self.processes > 1 else ""
+        total = args.num_iterations * args.batch_size
+        rounded = f", of {args.total_timesteps:,} asked for" if total < args.total_timesteps else ""
+        print(f"{total:,} steps: {args.num_iterations:,} iterations of {args.batch_size:,}{rounded}")
         print(f"{'resuming' if args.resume else 'starting'} {self.folder} on {self.device}{together}")
         hide = True if self.rank else None  # None: where there is no terminal
-        bar = tqdm(
-            total=args.total_timesteps, initial=self.global_step, unit=" steps", disable=hide, dynamic_ncols=True
-        )
+        bar = tqdm(total=total, initial=self.global_step, unit=" steps", disable=hide, dynamic_ncols=True)
         self.bar = self.enter_context(bar)
 
     def make_folder(self) -> Path:
         """Make a folder that no other run has, even one that begins in the same second."""
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}".replace("/", "-").replace(":", "-")
         now = int(time.time())
+        Path("runs").mkdir(exist_ok=True)
         while True:
             with contextlib.suppress(FileExistsError):
                 folder = Path("runs", f"{name}__{now}")
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 return folder
             now += 1
+
+    def keep_script(self) -> None:
+        """Keep the script's text, for an edited file is the experiment, and note what was run with what."""
+        script = Path(__file__)
+        if is_edited(self.folder):
+            print(f"{script.name} has changed since this run began: the folder keeps both texts")
+            (self.folder / f"{script.stem}_from_{self.global_step}.py").write_bytes(script.read_bytes())
+        elif not (self.folder / script.name).exists():
+            (self.folder / script.name).write_bytes(script.read_bytes())
+        command = ["git", "-C", str(script.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        try:
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:  # no git
+            commit = ""
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, gymnasium {gym.__version__}"
+        with open(self.folder / "command.txt", "a") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}: {shlex.join(sys.argv)}\n")
+            file.write(f"{versions}, git commit {commit or 'unknown'}\n")
+
+    def start_writer(self) -> None:
+        """Begin the TensorBoard log, with the arguments as a text and, to compare runs by, as hparams."""
+        hook = threading.excepthook
+        self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is told once
+        threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
+        self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
+        if not self.args.resume:
+            values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
+            rows = [f"|{name}|{value}|" for name, value in values.items()]
+            self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *rows]))
+            plain = {name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in values.items()}
+            for summary in hparams(plain, {"charts/episodic_return": 0.0}):
+                self.writer.file_writer.add_summary(summary)
 
     def start_wandb(self) -> None:
         """Mirror the log to wandb, to the run of the checkpoint if there is one; no failure of it stops a run."""
         try:
             import wandb
 
-            args, name, folder = self.args, self.folder.name, self.folder.parent
-            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=name, dir=folder)
-            names |= dict(id=self.wandb_id, resume="allow")
-            self.wandb_run = wandb.init(**names, config=vars(args), sync_tensorboard=True)
+            args, config = self.args, {f.name: getattr(self.args, f.name) for f in fields(self.args)}
+            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=self.folder.name)
+            names |= dict(group=f"{args.env_id}__{args.exp_name}", job_type="train", tags=args.wandb_tags.split())
+            names |= dict(id=self.wandb_id, resume="allow", save_code=True)
+            self.wandb_run = wandb.init(**names, config=config, sync_tensorboard=True)
+            self.wandb_run.define_metric("*", step_metric="global_step")
             self.wandb_id = self.wandb_run.id
         except Exception as error:  # no network, no login
             print(f"wandb is off for this run: {error}", file=sys.stderr)
@@ -741,6 +843,7 @@ class Run(contextlib.ExitStack):
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=args, rng=rng)
         state |= dict(iteration=self.iteration, global_step=self.global_step, wandb_id=self.wandb_id)
+        state["script"] = Path(__file__).name
         state |= self.kept | dict(recent_returns=list(self.recent_returns))
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -756,12 +859,13 @@ class Run(contextlib.ExitStack):
 
     def restore(self, agent: nn.Module, optimizer) -> None:
         """Go on where the checkpoint was; the envs begin new episodes."""
-        state = load_checkpoint(self.folder / "checkpoint.pt", agent)
+        state = load_checkpoint(self.folder / "checkpoint.pt")
         for name in BEGUN_WITH:
             begun, given = state["args"].get(name), getattr(self.args, name, None)
             if begun != given:
                 flag = name.replace("_", "-")
                 raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
+        load_checkpoint(self.folder / "checkpoint.pt", agent)
         own_groups = optimizer.state_dict()["param_groups"]  # a weight decay that was given anew holds
         optimizer.load_state_dict(state["optimizer"] | dict(param_groups=own_groups))
         torch.set_rng_state(state["rng"]["cpu"])
@@ -772,21 +876,15 @@ class Run(contextlib.ExitStack):
         self.recent_returns.extend(state["recent_returns"])
         self.kept.update({name: state[name] for name in self.kept if name in state})
 
-    def try_camera(self) -> None:
-        """Film a first frame, for a video that fails after hours of training is a loss."""
-        try:
-            with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(self.args, 1, Path(name))) as envs:
-                envs.reset(seed=[0])
-        except Exception as error:  # whatever an env, a renderer or an encoder may raise
-            raise UserError(f"--capture-video: {self.args.env_id} cannot be filmed: {error}") from None
-
     def evaluate(self) -> None:
         """Play with the agent of the checkpoint just written, and log the mean return; a signal ends it."""
         if self.rank:
             return
         args = self.args
-        self.evaluating = True
         try:
+            self.evaluating = True
+            if self.signals:  # since the loop looked
+                raise KeyboardInterrupt
             returns = evaluate(
                 self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video
             )
@@ -799,7 +897,8 @@ class Run(contextlib.ExitStack):
         if videos and self.wandb_run:  # sent explicitly: wandb's monitor_gym breaks current gymnasium
             import wandb
 
-            self.wandb_run.log({"eval/videos": [wandb.Video(str(path)) for path in videos]})
+            films = [wandb.Video(str(path)) for path in videos]
+            self.wandb_run.log({"eval/videos": films, "global_step": self.global_step})
 
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
@@ -815,12 +914,17 @@ class Run(contextlib.ExitStack):
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
         obs, infos = envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])
-        self.note_step(obs, np.zeros(0), infos)
+        self.note_step(obs, np.zeros(0), np.zeros(0, bool), infos)
         return obs
 
-    def note_step(self, obs: np.ndarray, rewards: np.ndarray, infos: dict) -> None:
-        """Take note of the episodes that a step ended, and that it led to numbers."""
-        self.require_finite(rewards.sum() + (obs.sum() if obs.dtype.kind == "f" else 0))
+    def note_step(self, obs: np.ndarray, rewards: np.ndarray, truncations: np.ndarray, infos: dict) -> None:
+        """Take note of the episodes that a step ended, and that all it led to are numbers."""
+        total = rewards.sum(dtype=np.float64)
+        if obs.dtype.kind == "f":
+            total += obs.sum(dtype=np.float64)
+            if truncations.any():
+                total += np.stack(infos["final_obs"][truncations]).sum(dtype=np.float64)
+        self.require_finite(total)
         if "episode" in infos:
             ended = infos["_episode"]
             self.ended += ended.sum()
@@ -858,10 +962,8 @@ class Run(contextlib.ExitStack):
         self.bar.update(self.args.batch_size)
         if self.bar.disable and time.time() - self.last_print > 5:  # no terminal: a plain line instead of the bar
             self.last_print, sps = time.time(), scalars["charts/SPS"]
-            seconds = (self.args.total_timesteps - self.global_step) / sps
-            print(
-                f"{self.global_step:,} steps, {sps:,.0f} steps/s, {seconds:,.0f} s left, {self.progress()}", flush=True
-            )
+            left = timedelta(seconds=round((self.bar.total - self.global_step) / sps))
+            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress()}", flush=True)
 
     def progress(self) -> str:
         """The mean return of the last 100 episodes, in words."""
@@ -874,24 +976,59 @@ def run_folder(name: str) -> Path:
     return Path(name).parent if Path(name).name == "checkpoint.pt" else Path(name)
 
 
+def is_edited(folder: Path) -> bool:
+    """Whether a run's folder keeps texts of this script, of which none is today's."""
+    texts = [path.read_bytes() for path in folder.glob("*.py")]
+    return bool(texts) and Path(__file__).read_bytes() not in texts
+
+
+def spell_out(argv: list[str]) -> list[str]:
+    """The command line as tyro reads it, from --x, --no-x or --x=false for a boolean, and 1e6 for a whole number."""
+    types = {f.name: f.type for f in fields(Args) if f.init}
+    booleans = {name for name, kind in types.items() if kind in (bool, bool | None)}
+    words = []
+    for word in argv:
+        words += word.split("=", 1) if word.startswith("--") else [word]
+    result = []
+    for word, next_word in zip(words, [*words[1:], "--"]):
+        name = word.removeprefix("--").replace("-", "_")
+        before = result[-1].removeprefix("--").replace("-", "_") if result else ""
+        if name in booleans and next_word.startswith("--"):
+            result += [word, "True"]
+        elif name.removeprefix("no_") in booleans - {name}:
+            result += [f"--{name.removeprefix('no_')}", "False"]
+        elif before in booleans:
+            result.append(word.capitalize())
+        elif types.get(before) is int and re.fullmatch(r"[\d.]+e\d+", word) and float(word).is_integer():
+            result.append(str(int(float(word))))
+        else:
+            result.append(word)
+    return result
+
+
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
+    argv = spell_out(sys.argv[1:])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     parser.add_argument("--evaluate")
-    known, _ = parser.parse_known_args()
+    known, _ = parser.parse_known_args(argv)
     folder = known.evaluate or known.resume
     saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"] if folder else {}
     if known.evaluate:
         saved |= dict(eval_episodes=0, eval_every=0, deterministic=False, capture_video=False)
     default = Args(**saved)
-    args = replace(tyro.cli(Args, default=default, description=__doc__.split("\n\n")[0]))  # replace: derived sizes anew
+    what = __doc__.split("\n\n")[0]
+    args = tyro.cli(Args, default=default, description=what, args=argv, config=(tyro.conf.FlagConversionOff,))
     if args.evaluate:
         heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads"}
         names = [f.name for f in fields(args) if f.init and f.name not in heeded]
-        ignored = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) != getattr(default, n)]
+        ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(default, name)]
         if ignored:
             raise UserError(f"--evaluate plays the agent as it was trained: leave out {', '.join(ignored)}")
+    args = replace(args, resume=None)  # derived sizes anew, and all rules checked
+    args.resume = known.resume
+    args.spelled_out = True  # upon_checkpoint() is done
     return args
 
 
@@ -909,14 +1046,19 @@ def join_processes(args: Args) -> None:
 
 def main() -> None:
     """Do what the command line asks for."""
+    sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
     args = parse_args()
     if not args.evaluate:
         join_processes(args)
         train(args)
     elif os.environ.get("RANK", "0") == "0":
         torch.set_num_threads(num_threads(args.torch_threads))
-        checkpoint = run_folder(args.evaluate) / "checkpoint.pt"
-        evaluate(checkpoint, args.eval_episodes, args.deterministic, args.capture_video, args.seed)
+        folder = run_folder(args.evaluate)
+        if args.capture_video:
+            try_camera(args)
+        if is_edited(folder):
+            print(f"{Path(__file__).name} has changed since this run was trained")
+        evaluate(folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video, args.seed)
 
 
 if __name__ == "__main__":

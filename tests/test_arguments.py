@@ -34,7 +34,6 @@ WRONG_ENVS = {
     "ppo": [
         ("Pendulum-v1", "ppo_continuous_action.py"),
         ("probe_envs:EndlessMultiDiscrete-v0", "ppo_multidiscrete.py"),
-        ("FrozenLake-v1", "FlattenObservation"),
         ("probe_envs:NoSuchEnv-v0", "probe_envs:NoSuchEnv-v0"),
         ("no_such_module:Env-v0", "no_such_module"),
         ("", "env"),

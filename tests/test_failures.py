@@ -13,9 +13,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI_SCRIPTS, ROOT, SCRIPTS, SMALL, flags, read_scalars, small_args
+from conftest import ATARI_SCRIPTS, PROBED, ROOT, SCRIPTS, SMALL, flags, read_scalars, small_args
 from faulty_envs import hook_envs
 from gymnasium.spaces import Box, Discrete
+from probe_envs import ACTION_SPACES, Probe
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 
@@ -32,7 +33,22 @@ class LargeHalf(gym.Env):
         return np.full(4, 20000, np.float16), 1.0, bool(self.np_random.random() < 0.2), False, {}
 
 
+class InfiniteEnd(Probe):
+    """Truncated at its fifth step, at an observation that is infinite: no rollout stores it, its value is looked at."""
+
+    def start(self):
+        self.steps = 0
+        return 0.5
+
+    def step(self, action):
+        self.steps += 1
+        last = self.steps == 5
+        return np.array([np.inf if last else 0.5], np.float32), 1.0, False, last, {}
+
+
 gym.register("LargeHalf-v0", entry_point=LargeHalf)
+for suffix in ACTION_SPACES:
+    gym.register(f"InfiniteEnd{suffix}-v0", entry_point=InfiniteEnd, kwargs=dict(actions=suffix))
 
 
 def all_tensors(value) -> list[torch.Tensor]:
@@ -76,6 +92,13 @@ def assert_stops(script, monkeypatch, what: int, value: float, at: str) -> None:
 def test_one_observation_that_is_no_number(name, monkeypatch, value, at):
     """Catches: an infinity that a tanh or a clip hides from the loss, and that spoils the statistics for ever."""
     assert_stops(importlib.import_module(name), monkeypatch, 0, value, at)
+
+
+def test_a_last_observation_that_is_no_number(probed_script):
+    """Catches: an infinity that no rollout stores, but whose value bootstraps a truncated episode's returns."""
+    actions, _ = PROBED[probed_script.__name__]
+    with pytest.raises(FloatingPointError, match="an observation"):
+        probed_script.train(small_args(probed_script, env_id=f"InfiniteEnd{actions}-v0"))
 
 
 @pytest.mark.parametrize("at", ["middle", "end"])

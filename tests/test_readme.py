@@ -84,7 +84,7 @@ def test_links_and_scripts_exist():
     """A file was renamed and the README still names it."""
     text = README.read_text()
     links = {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
-    named = set(re.findall(r"\b((?:benchmark/)?\w+\.py)\b", text))
+    named = set(re.findall(r"\b((?:benchmark/|tests/)?\w+\.py)\b", text))
     missing = {name for name in links | named if not (ROOT / name).exists()}
     assert not missing
 

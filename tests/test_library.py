@@ -1,0 +1,39 @@
+"""The scripts as libraries: import, train, evaluate, repeatedly in one process."""
+
+import importlib
+import subprocess
+import sys
+
+import torch
+from conftest import ROOT, SMALL, same_parameters, small_args
+
+
+def test_two_trainings_in_a_row_are_those_of_two_processes(script):
+    """Catches: a run that depends on what ran before it in the same process."""
+    runs = [script.train(small_args(script, seed=seed, exp_name="here")) for seed in (3, 4)]
+    for seed, run_dir in zip((3, 4), runs):
+        arguments = SMALL[script.__name__] | dict(seed=seed, exp_name="there")
+        program = f"import {script.__name__} as s; print('FOLDER', s.train(s.Args(**{arguments!r})))"
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=".")
+        folder = result.stdout.split("FOLDER ")[1].strip()
+        assert same_parameters(run_dir, ROOT.__class__(folder))
+
+
+def test_resume_by_args_goes_on_with_the_runs_arguments(script):
+    """Catches: train(Args(resume=folder)) that silently goes on with the defaults."""
+    run_dir = script.train(small_args(script, gamma=0.9, learning_rate=1e-3))
+    steps = 6 * small_args(script).batch_size
+    assert script.train(script.Args(resume=str(run_dir), total_timesteps=steps)) == run_dir
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert (state["args"]["gamma"], state["args"]["learning_rate"]) == (0.9, 1e-3)
+    assert (state["args"]["num_envs"], state["global_step"]) == (small_args(script).num_envs, steps)
+
+
+def test_a_default_given_on_the_command_line_holds(launcher):
+    """Catches: a value of the command line that is taken for not given, because it is the script's default."""
+    ppo = importlib.import_module("ppo")
+    run_dir = ppo.train(small_args(ppo, gamma=0.9))
+    process = launcher.run("ppo", "--resume", str(run_dir), "--gamma", "0.99", "--total-timesteps", "192")
+    assert process.returncode == 0, process.stderr
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["gamma"] == 0.99
