@@ -845,10 +845,10 @@ class Run(contextlib.ExitStack):
             changed = f.init and value != f.default
             print(f"{'*' if changed else ' '} {f.name:20} {value}" + (f"  (default {f.default})" if changed else ""))
         together = f", {self.processes} processes" if self.processes > 1 else ""
+        print(f"{'resuming' if args.resume else 'starting'} {self.folder} on {self.device}{together}")
         total = args.num_iterations * args.batch_size
         rounded = f", of {args.total_timesteps:,} asked for" if total < args.total_timesteps else ""
         print(f"{total:,} steps: {args.num_iterations:,} iterations of {args.batch_size:,}{rounded}")
-        print(f"{'resuming' if args.resume else 'starting'} {self.folder} on {self.device}{together}")
         hide = True if self.rank else None  # None: where there is no terminal
         bar = tqdm(total=total, initial=self.global_step, unit=" steps", disable=hide, dynamic_ncols=True)
         self.bar = self.enter_context(bar)

@@ -64,9 +64,10 @@ def run_ours(task: str) -> float:
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    script.join_processes()
+    args = script.Args(**arguments)
+    script.join_processes(args)
     with contextlib.redirect_stdout(io.StringIO()):
-        run_dir = script.train(script.Args(**arguments))
+        run_dir = script.train(args)
     if script.dist.is_initialized() and script.dist.get_rank():  # the first one speaks for all
         sys.exit()
     return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value

@@ -173,7 +173,8 @@ def test_table_of_arguments(script, capsys):
     """Catches: a run whose log does not tell what was changed."""
     args = small_args(script, seed=7, gamma=0.5)
     script.train(args)
-    lines = capsys.readouterr().out.partition("starting runs/")[0].splitlines()
+    *lines, total = capsys.readouterr().out.partition("starting runs/")[0].splitlines()
+    assert total == f"{args.total_timesteps:,} steps: {args.num_iterations:,} iterations of {args.batch_size:,}"
     assert len(lines) == len(dataclasses.fields(args))
     for line, field in zip(lines, dataclasses.fields(args)):
         value = getattr(args, field.name)
