@@ -678,8 +678,11 @@ class Run(contextlib.ExitStack):
 
     def share(self, name: str) -> int:
         """This process's part of what the argument `name` counts."""
-        require(self.args, name, lambda x: x % self.processes == 0, f"a multiple of {self.processes}, the processes")
-        return getattr(self.args, name) // self.processes
+        total = getattr(self.args, name)
+        if total % self.processes:
+            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            raise UserError(f"{what} must be a multiple of {self.processes}, the processes, not {total}")
+        return total // self.processes
 
     def iterations(
         self, agent: nn.Module, optimizer, envs: VectorEnv, until: Callable = lambda: False
@@ -867,8 +870,9 @@ class Run(contextlib.ExitStack):
                 flag = name.replace("_", "-")
                 raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
         load_checkpoint(self.folder / "checkpoint.pt", agent)
-        own_groups = optimizer.state_dict()["param_groups"]  # a weight decay that was given anew holds
-        optimizer.load_state_dict(state["optimizer"] | dict(param_groups=own_groups))
+        for saved_group, group in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
+            saved_group["weight_decay"] = group["weight_decay"]  # it may have been given anew
+        optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["rng"]["cuda"])

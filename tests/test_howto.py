@@ -35,7 +35,7 @@ def write_files(recipe: str) -> None:
 def run_commands(recipe: str) -> str:
     """Type the recipe's commands; return what they print."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    (commands,) = (text for language, name, text in blocks(recipe) if language == "bash" and not name)
+    commands = "".join(text for language, name, text in blocks(recipe) if language == "bash" and not name)
     environment = os.environ | dict(PATH=path, PYTHONPATH="")
     command = ["bash", "-e", "-c", commands]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
