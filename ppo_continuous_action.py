@@ -512,11 +512,13 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     spaces = f"{type(obs_space).__name__}{obs_space.shape} observations and {action_space} actions"
     scripts = {"Discrete": "ppo.py", "Box": "ppo_continuous_action.py", "MultiDiscrete": "ppo_multidiscrete.py"}
-    script = scripts.get(type(action_space).__name__)
-    advice = f"use {script}" if script else "no script here handles such actions"
-    if script in (None, Path(__file__).name) or len(obs_space.shape or ()) != 1:
-        advice += "; observations must be vectors (see gymnasium's FlattenObservation), Box actions vectors of floats"
-    return UserError(f"{args.env_id} has {spaces}, which {Path(__file__).name} does not handle: {advice}")
+    script, own = scripts.get(type(action_space).__name__), Path(__file__).name
+    advice = f"use {script}"
+    if script in (None, own):
+        advice = (
+            "it takes vectors (ppo_multidiscrete.py: or grids of 5x5 cells or more), and of Box actions float vectors"
+        )
+    return UserError(f"{args.env_id} has {spaces}, which {own} does not handle: {advice}")
 
 
 def prepare_process(args: Args) -> None:
