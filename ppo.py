@@ -232,6 +232,13 @@ def ppo_loss(
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
+def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ppo_loss for rows of a batch, by the agent of now; in one function, for --compile makes one graph of it."""
+    obs, actions, logprobs, advantages, values, returns = minibatch
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
+
+
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
@@ -241,9 +248,8 @@ def train(args: Args) -> Path:
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
-        policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
-        loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
-        act = torch.inference_mode()(policy)  # as policy, but for the rollout: faster, without gradients
+        loss_fn = run.compile(minibatch_loss)
+        act = torch.inference_mode()(run.compile(agent.get_action_and_value))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
@@ -291,18 +297,13 @@ def train(args: Args) -> Path:
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
                     minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster: whole rows
-                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = minibatch
-                    _, newlogprob, entropy, newvalue = policy(mb_obs, mb_actions)
-                    loss, mb_stats = loss_fn(
-                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
-                    )
+                    loss, mb_stats = loss_fn(agent, minibatch, loss_args)
                     optimizer.zero_grad()
                     loss.backward()
                     run.average_gradients(agent)
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
-                    run.require_finite(grad_norm)
                     optimizer.step()
-                    stats.append(mb_stats)
+                    stats.append(mb_stats | dict(grad_norm=grad_norm))
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
@@ -370,6 +371,7 @@ from dataclasses import fields
 from datetime import datetime, timedelta
 
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
@@ -862,6 +864,20 @@ class Run(contextlib.ExitStack):
             self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
 
+    def compile(self, function: Callable) -> Callable:
+        """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
+        if not self.args.compile:
+            return function
+        if self.device.type == "cpu":
+            return torch.compile(function, options={"cpp_wrapper": True})
+        graph = torch.compile(function, mode="reduce-overhead")
+
+        def replay(*args):
+            torch.compiler.cudagraph_mark_step_begin()
+            return tree_map_only(Tensor, Tensor.clone, graph(*args))  # the next replay overwrites the graph's own
+
+        return replay
+
     def average_gradients(self, agent: nn.Module) -> None:
         """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
         if self.processes > 1:
@@ -879,7 +895,8 @@ class Run(contextlib.ExitStack):
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])  # (minibatches, names)
-        means = average(table.mean(0)).tolist()  # fetched at once
+        means = average(table.mean(0)).tolist()  # fetched at once, for it waits for a GPU
+        self.require_finite(sum(means))
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
         episodes = gather(self.episodes)

@@ -214,19 +214,32 @@ def has_bf16(device: torch.device) -> bool:
     return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
-def cut_at_episodes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.compiler.disable
+def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
     """Cut sequences, `starts` (M, S), where an episode starts: a library LSTM kernel can run over each piece.
 
-    Returns for each of P pieces its begin, a position in the flattened (M*S,) sequences; its length; and 1. where it
-    goes on from the state stored for its sequence, 0. where it starts from zeros; all (P,). Then each position's piece.
+    Returns groups of P pieces of about one length: the sequence of each, (P,); 1. where it goes on from the state that
+    is stored for it, 0. where it starts from zeros, (P,); where its steps are in the flattened (M*S,) sequences,
+    (longest, P). Then, for each of these positions, its row in the outputs of all groups. On the CPU: no GPU waits.
     """
-    num_sequences, seq_len = starts.shape
+    S, end = starts.shape[1], starts.numel()
     cuts = starts > 0
     cuts[:, 0] = True
     begins = cuts.flatten().nonzero().squeeze(1)
-    lengths = torch.cat([begins[1:], begins.new_tensor([num_sequences * seq_len])]) - begins
-    carried = (begins % seq_len == 0).float() * (1 - starts.flatten()[begins])
-    return begins, lengths, carried, cuts.flatten().cumsum(0) - 1
+    lengths = torch.diff(begins, append=torch.tensor([end]))
+    carried = (begins % S == 0) * (1 - starts.flatten()[begins])
+    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
+    groups, outputs = [], []
+    for size in sizes.unique():
+        batch = sizes == size
+        steps = torch.arange(lengths[batch].max())[:, None]
+        positions = torch.where(steps < lengths[batch], begins[batch] + steps, end)
+        groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
+        outputs.append(positions.flatten())
+    outputs = torch.cat(outputs)
+    rows = torch.empty(end + 1, dtype=torch.long)
+    rows[outputs] = torch.arange(len(outputs))
+    return groups, rows[:end]
 
 
 class Memory(nn.Module):
@@ -246,8 +259,8 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
-        One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) ->
-        features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
+        One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) on the
+        CPU -> features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
         """
         if starts.dim() == 1:
             state = state * (1 - starts).view(-1, 1, 1, 1, 1)
@@ -259,26 +272,17 @@ class Memory(nn.Module):
                 features.append(h[-1])
                 next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
             return features, next_state
-        begins, lengths, carried, pieces = cut_at_episodes(starts)
-        first = state[begins // starts.shape[1]] * carried.view(-1, 1, 1, 1, 1)
-        sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
+        groups, rows = cut_at_episodes(starts)
         outputs = [[] for _ in self.lstms]
-        rows = 0  # of outputs so far
-        first_row, stride = torch.empty((2, len(lengths)), dtype=torch.long, device=x.device)  # of a piece's outputs
-        for size in sizes.unique() if starts.shape[1] > 32 else sizes[:1]:
-            batch = (sizes == size).nonzero().squeeze(1)  # (P,) pieces
-            steps = torch.arange(int(lengths[batch].max()), device=x.device)[:, None]  # (longest, 1)
-            positions = begins[batch] + steps  # (longest, P); past a piece's end is what follows, never looked at
-            padded = x[positions.clamp(max=len(x) - 1)]
-            first_row[batch] = torch.arange(rows, rows + len(batch), device=x.device)
-            stride[batch] = len(batch)
-            rows += positions.numel()
+        for group in groups:
+            sequences, carried, positions = [index.to(x.device, non_blocking=True) for index in group]
+            first = state[sequences] * carried.view(-1, 1, 1, 1, 1)
+            steps = x[positions]  # (longest, P, F)
             for k, lstm in enumerate(self.lstms):
-                h, c = first[batch, k].permute(1, 2, 0, 3).contiguous()
-                outputs[k].append(lstm(padded, (h, c))[0].flatten(0, 1))
-        steps = torch.arange(len(x), device=x.device) - begins[pieces]
-        found = first_row[pieces] + steps * stride[pieces]
-        return [torch.cat(output).index_select(0, found) for output in outputs], state
+                h, c = first[:, k].permute(1, 2, 0, 3).contiguous()
+                outputs[k].append(lstm(steps, (h, c))[0].flatten(0, 1))
+        rows = rows.to(x.device, non_blocking=True)
+        return [torch.cat(output).index_select(0, rows) for output in outputs], state
 
 
 class Agent(nn.Module):
@@ -391,6 +395,14 @@ def ppo_loss(
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
+def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ppo_loss for sequences of a batch, by the agent of now; in one function, for --compile makes one graph."""
+    *rows, states, starts = minibatch
+    obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
+    _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
+    return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
+
+
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
@@ -401,9 +413,8 @@ def train(args: Args) -> Path:
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
-        policy = torch.compile(agent.get_action_and_value) if args.compile else agent.get_action_and_value
-        loss_fn = torch.compile(ppo_loss) if args.compile else ppo_loss
-        act = torch.inference_mode()(policy)  # as policy, but for the rollout: faster, without gradients
+        loss_fn = run.compile(minibatch_loss)
+        act = torch.inference_mode()(run.compile(agent.get_action_and_value))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
@@ -413,7 +424,7 @@ def train(args: Args) -> Path:
         logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
-        starts = torch.zeros((T, N), device=run.device)  # 1. where an observation opens an episode
+        starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see cut_at_episodes
         next_state = agent.memory.initial_state(N)
         states = torch.zeros((T // S, *next_state.shape), device=run.device)  # at the start of each sequence [lstm 5]
 
@@ -428,14 +439,15 @@ def train(args: Args) -> Path:
             # rollout
             if run.episodes_restart:
                 next_obs = run.reset(envs)
-                next_starts = torch.ones(N, device=run.device)
+                next_starts = torch.ones(N)
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
                 starts[step] = next_starts
                 if step % S == 0:
                     states[step // S] = next_state
-                actions[step], logprobs[step], _, values[step], next_state = act(obs[step], next_state, starts[step])
+                step_starts = next_starts.to(run.device)
+                actions[step], logprobs[step], _, values[step], next_state = act(obs[step], next_state, step_starts)
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if truncations[step].any():
@@ -443,9 +455,9 @@ def train(args: Args) -> Path:
                     final_obs = to_tensor(np.stack(infos["final_obs"][cut]))
                     no_starts = torch.zeros(len(final_obs), device=run.device)
                     final_values[step, cut] = get_value(final_obs, next_state[cut], no_starts)
-                next_starts = to_tensor(terminations[step] | truncations[step]).float()
+                next_starts = torch.as_tensor(terminations[step] | truncations[step]).float()
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
-            last_value = get_value(to_tensor(next_obs), next_state, next_starts)
+            last_value = get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))
             next_values = torch.cat([values[1:], last_value[None]])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -459,26 +471,20 @@ def train(args: Args) -> Path:
             # update
             in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
             batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns)]
-            b_starts = in_sequences(starts)
-            b_states = states.flatten(0, 1)  # (B/S, K, 2, L, H)
+            batch.append(states.flatten(0, 1))  # (B/S, K, 2, L, H)
+            b_starts = in_sequences(starts)  # (B/S, S), on the CPU
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
-                for mb_inds in torch.randperm(T * N // S, device=run.device).split(minibatch_size):  # [core 6]
-                    minibatch = [x.index_select(0, mb_inds).flatten(0, 1) for x in batch]  # (M, ...)
-                    mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_values, mb_returns = minibatch
-                    mb_starts = b_starts.index_select(0, mb_inds)  # (M/S, S)
-                    mb_states = b_states.index_select(0, mb_inds)
-                    _, newlogprob, entropy, newvalue, _ = policy(mb_obs, mb_states, mb_starts, mb_actions)
-                    loss, mb_stats = loss_fn(
-                        newlogprob, mb_logprobs, mb_advantages, newvalue, mb_values, mb_returns, entropy, loss_args
-                    )
+                for mb_inds in torch.randperm(T * N // S).split(minibatch_size):  # [core 6]
+                    minibatch = [x.index_select(0, to_tensor(mb_inds)) for x in batch]  # (M/S, S, ...)
+                    minibatch.append(b_starts[mb_inds])
+                    loss, mb_stats = loss_fn(agent, minibatch, loss_args)
                     optimizer.zero_grad()
                     loss.backward()
                     run.average_gradients(agent)
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
-                    run.require_finite(grad_norm)
                     optimizer.step()
-                    stats.append(mb_stats)
+                    stats.append(mb_stats | dict(grad_norm=grad_norm))
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
@@ -550,6 +556,7 @@ from dataclasses import fields
 from datetime import datetime, timedelta
 
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
@@ -1042,6 +1049,20 @@ class Run(contextlib.ExitStack):
             self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
 
+    def compile(self, function: Callable) -> Callable:
+        """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
+        if not self.args.compile:
+            return function
+        if self.device.type == "cpu":
+            return torch.compile(function, options={"cpp_wrapper": True})
+        graph = torch.compile(function, mode="reduce-overhead")
+
+        def replay(*args):
+            torch.compiler.cudagraph_mark_step_begin()
+            return tree_map_only(Tensor, Tensor.clone, graph(*args))  # the next replay overwrites the graph's own
+
+        return replay
+
     def average_gradients(self, agent: nn.Module) -> None:
         """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
         if self.processes > 1:
@@ -1059,7 +1080,8 @@ class Run(contextlib.ExitStack):
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])  # (minibatches, names)
-        means = average(table.mean(0)).tolist()  # fetched at once
+        means = average(table.mean(0)).tolist()  # fetched at once, for it waits for a GPU
+        self.require_finite(sum(means))
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
         episodes = gather(self.episodes)
