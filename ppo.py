@@ -233,7 +233,7 @@ def ppo_loss(
 
 
 def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ppo_loss for rows of a batch, by the agent of now; in one function, for --compile makes one graph of it."""
+    """Return ppo_loss for rows of a batch, by the agent of now; one function, so that --compile makes one graph."""
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)

@@ -173,6 +173,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
 
     if video_dir:
         envs = SyncVectorEnv([make_recorded_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        meanings = envs.envs[0].unwrapped.get_action_meanings()
     else:
         envs = AtariVectorEnv(
             **spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs),
@@ -183,8 +184,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             reward_clipping=False,  # AtariLives does it, after the returns were recorded
             use_fire_reset=False,  # AtariLives does it, at every life
         )
-    with contextlib.closing(gym.make(args.env_id)) as env:
-        meanings = env.unwrapped.get_action_meanings()
+        meanings = [action.name for action in envs.ale.get_action_set()]
     fire = meanings.index("FIRE") if "FIRE" in meanings else None
     return AtariLives(RecordEpisodeStatistics(envs), fire)
 
@@ -307,7 +307,7 @@ def ppo_loss(
 
 
 def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ppo_loss for rows of a batch, by the agent of now; in one function, for --compile makes one graph of it."""
+    """Return ppo_loss for rows of a batch, by the agent of now; one function, so that --compile makes one graph."""
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)

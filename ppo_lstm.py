@@ -378,7 +378,7 @@ def ppo_loss(
 
 
 def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ppo_loss for sequences of a batch, by the agent of now; in one function, for --compile makes one graph."""
+    """Return ppo_loss for sequences of a batch, by the agent of now; one function, for --compile makes one graph."""
     *rows, states, starts = minibatch
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)

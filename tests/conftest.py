@@ -48,6 +48,23 @@ SMALL = {
 SCRIPTS = list(SMALL)
 ATARI_SCRIPTS = [name for name in SCRIPTS if "atari" in name]
 
+# What is below the fold is the same text in every script, see test_consistency.py: two scripts stand for all.
+FOLD_SCRIPTS = ["ppo", "ppo_lstm"]
+OF_THE_FOLD = {
+    "test_checkpoint",
+    "test_command_line",
+    "test_evaluation_ends",
+    "test_failures",
+    "test_faults",
+    "test_flags",
+    "test_global_state",
+    "test_library",
+    "test_restarts",
+    "test_run_folder",
+    "test_signals",
+    "test_wandb",
+}
+
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards
 PROBED = {
@@ -72,9 +89,16 @@ def count_event_files_anew(monkeypatch):
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
-@pytest.fixture(params=SCRIPTS)
+def pytest_generate_tests(metafunc):
+    """Each script in turn; two of them where a file is about what is below the fold."""
+    if "script" in metafunc.fixturenames:
+        names = FOLD_SCRIPTS if metafunc.module.__name__ in OF_THE_FOLD else SCRIPTS
+        metafunc.parametrize("script", names, indirect=True)
+
+
+@pytest.fixture
 def script(request):
-    """Each script's module in turn."""
+    """The module of a script, see pytest_generate_tests."""
     return importlib.import_module(request.param)
 
 

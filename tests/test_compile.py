@@ -11,7 +11,7 @@ def graphs(monkeypatch):
     """Has torch.compile capture graphs without compiling them; counts the functions that it is given."""
     compiled, compile = [], torch.compile
 
-    def spy(function):
+    def spy(function, **options):
         compiled.append(function)
         return compile(function, backend="aot_eager")
 
