@@ -3,19 +3,25 @@
 Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --env-ids Hopper-v5 --seeds 1 2 3 --jobs 2
        (what follows `--` goes to the script: ... -- --total-timesteps 500000)
 
-For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): seed, global_step,
-episodic_return (the mean over the episodes that ended in one iteration), and adds a line per run to summary.csv there:
-the mean return of the last 100 episodes. A run that was begun before, in the same --work-dir, is resumed; one that is
-complete is only read.
+For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): a row per iteration in
+which an episode ended, with the mean return of those; and a line per run of summary.csv there: the mean return of the
+last 100 episodes, the git commit, the minutes of training, the machine. A run that was begun before, in the same
+--work-dir, is resumed; one that is complete is only read. `python benchmark/report.py` then writes docs/results.md and
+draws the curves.
 """
 
 import argparse
 import csv
+import itertools
 import os
+import platform
+import re
+import statistics
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -36,10 +42,24 @@ def train(script: str, env_id: str, seed: int, work_dir: Path, extra: list[str])
     return sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))[-1].parent
 
 
-def read_curve(run_dir: Path, tag: str = "charts/episodic_return") -> list[tuple[int, float]]:
-    """The (step, value) pairs of one TensorBoard tag, all of them."""
+def read_curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    """The (env step, return, minutes of training so far) of each iteration in which an episode ended."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    times = [event.wall_time for event in events.Scalars("charts/SPS")]
+    gaps = [after - before for before, after in pairwise(times)]
+    usual = statistics.median(gaps)  # a gap that is much longer is a pause, or the time between two processes
+    seconds = itertools.accumulate([usual, *(gap if gap < 20 * usual else usual for gap in gaps)])
+    trained = {event.step: total / 60 for event, total in zip(events.Scalars("charts/SPS"), seconds)}
+    return [(event.step, event.value, trained[event.step]) for event in events.Scalars("charts/episodic_return")]
+
+
+def machine() -> str:
+    """The cores that may be used, and what they are."""
+    cpu = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", cpu.read_text()) if cpu.exists() else []
+    name = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@", "", names[0] if names else platform.machine())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} core{'s' if cores > 1 else ''}, {' '.join(name.split())}"
 
 
 def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
@@ -48,22 +68,27 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     stem = f"{Path(script).stem}__{env_name}"
     with open(RESULTS / f"{stem}.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["seed", "global_step", "episodic_return"])
-        for seed, run_dir in sorted(runs.items()):
-            writer.writerows([seed, step, f"{value:.4g}"] for step, value in read_curve(run_dir))
+        writer.writerow(["seed", "global_step", "episodic_return", "minutes"])
+        curves = {seed: read_curve(run_dir) for seed, run_dir in sorted(runs.items())}
+        for seed, curve in curves.items():
+            writer.writerows([seed, step, f"{value:.4g}", f"{minutes:.2f}"] for step, value, minutes in curve)
     summary, rows = RESULTS / "summary.csv", {}
     if summary.exists():
         with open(summary, newline="") as file:
             rows = {(row["script"], row["env_id"], row["seed"]): row for row in csv.DictReader(file)}
+    columns = ["script", "env_id", "seed", "global_step", "episodes", "mean_return", "commit", "minutes", "machine"]
     for seed, run_dir in runs.items():
         state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
         returns = state["recent_returns"]
         key = (Path(script).stem, env_name, str(seed))
         mean = f"{sum(returns) / len(returns):.2f}"
-        row = [*key, state["global_step"], len(returns), mean]
-        rows[key] = dict(zip(["script", "env_id", "seed", "global_step", "episodes", "mean_return"], row))
+        commit = rows.get(key, {}).get("commit", "unknown")
+        if (run_dir / "command.txt").exists():
+            (commit, *_) = re.findall(r"git commit (\w{7})", (run_dir / "command.txt").read_text()) or [commit]
+        row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", machine()]
+        rows[key] = dict(zip(columns, row))
     with open(summary, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["script", "env_id", "seed", "global_step", "episodes", "mean_return"])
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows[key] for key in sorted(rows))
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmark")]
 os.environ |= {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",  # subprocesses find probe_envs as well
     "WANDB_MODE": "offline",

@@ -1,14 +1,18 @@
-"""The README: its table of details points to the lines that cite them, its commands and links exist.
+"""README.md and docs/: the table of details points to the lines that cite them, tables of results are those of the CSV
+files, links and flags exist.
 
-`python tests/test_readme.py` writes the table anew.
+`python tests/test_readme.py` writes the table of details anew, `python benchmark/report.py` those of results.
 """
 
+import importlib
 import re
-import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 DETAILS = {
     "core 1": "vectorized envs",
     "core 2": "orthogonal initialisation, constant biases",
@@ -51,6 +55,7 @@ DETAILS = {
     "aux 3": "early stop by KL",
     "aux 4": "invalid action masks",
 }
+OTHERS = {"no-index", "logdir"}  # flags of other programs; docs/howto.md has more of them, and is run
 HOMES = {
     "core": "ppo.py",
     "aux": "ppo.py",
@@ -63,44 +68,81 @@ HOMES = {
 
 
 def table() -> str:
-    """The README's table of details, from the scripts' own tags."""
+    """The table of docs/details.md, from the scripts' own tags."""
     lines = ["| detail | what | where |", "| --- | --- | --- |"]
     for tag, what in DETAILS.items():
         name = HOMES.get(tag) or HOMES[tag.split()[0]]
         source = (ROOT / name).read_text().splitlines()
         cited = [number for number, line in enumerate(source, 1) if re.search(rf"\b{tag}\b", line)]
-        where = ", ".join(f"[{name}:{number}]({name}#L{number})" for number in cited[:3])
+        where = ", ".join(f"[{name}:{number}](../{name}#L{number})" for number in cited[:3])
         lines.append(f"| {tag} | {what} | {where} |")
     return "\n".join(lines) + "\n"
 
 
 def test_table_of_details_points_to_the_lines():
-    """A script was edited and the README's line numbers were not; or a detail is cited nowhere."""
+    """A script was edited and the line numbers were not; or a detail is cited nowhere."""
     assert all(line.count("#L") for line in table().splitlines()[2:]), table()
-    assert table() in README.read_text(), "run: python tests/test_readme.py"
+    assert table() in (ROOT / "docs" / "details.md").read_text(), (
+        "docs/details.md names lines that have moved: `python tests/test_readme.py` writes the table anew"
+    )
 
 
-def test_links_and_scripts_exist():
-    """A file was renamed and the README still names it."""
-    text = README.read_text()
+def test_results_are_those_of_the_files():
+    """A number was typed by hand, or a curve is newer than the page that shows it."""
+    report = importlib.import_module("report")
+    again = "`python benchmark/report.py` writes it anew"
+    assert report.PAGE.read_text() == report.page(), f"docs/results.md is not that of benchmark/results: {again}"
+    assert report.table_of_scripts() in README.read_text(), f"the README's table is not that of the results: {again}"
+    for script in report.TITLES:
+        drawn = (ROOT / "docs" / f"curves_{script}.png").exists()
+        assert drawn == bool(list(report.RESULTS.glob(f"{script}__*.csv"))), f"the curves of {script}.py: {again}"
+
+
+def test_the_tables_follow_the_files(monkeypatch, tmp_path):
+    """The page would say the same whatever the files hold."""
+    report = importlib.import_module("report")
+    (tmp_path / "summary.csv").write_text(
+        "script,env_id,seed,global_step,episodes,mean_return,commit,minutes,machine\n"
+        "ppo,CartPole-v1,1,499712,100,480.00,abc1234,3,2 cores\n"
+        "ppo,CartPole-v1,2,499712,100,500.00,abc1234,4,2 cores\n"
+    )
+    (tmp_path / "throughput.csv").write_bytes((report.RESULTS / "throughput.csv").read_bytes())
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    row = (
+        "| CartPole-v1 | 1, 2 | 499,712 | 480.00, 500.00 | 490.00 ± 10.00 | 490.04 ± 6.12 (CleanRL) | abc1234 | 3, 4 |"
+    )
+    assert row in report.page()
+    assert "490.0, 2 seeds, 0.5M steps (CleanRL: 490.0 after 0.5M)" in report.table_of_scripts()
+
+
+def test_the_front_page_is_short():
+    """The README grew until nobody reads it; docs/ is there for the rest."""
+    lines = README.read_text().count("\n")
+    assert lines <= 130, f"README.md has {lines} lines, at most 130: move something to docs/"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_scripts_exist(page):
+    """A file was renamed and a page still names it."""
+    text = page.read_text()
     links = {link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
-    named = set(re.findall(r"\b((?:benchmark/|tests/)?\w+\.py)\b", text))
-    missing = {name for name in links | named if not (ROOT / name).exists()}
-    assert not missing
+    assert not {link for link in links if not (page.parent / link).exists()}
+    named = set(re.findall(r"\b((?:ppo\w*|(?:benchmark|tests)/\w+)\.py)\b", text))
+    assert not {name for name in named if not (ROOT / name).exists()}
 
 
-def test_flags_exist():
-    """The README advertises a flag that no script has."""
-    flags = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", README.read_text()))
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "howto.md"], ids=lambda page: page.name)
+def test_flags_exist(page):
+    """A page advertises a flag that no script has."""
+    flags = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", page.read_text()))
     sources = "".join(path.read_text() for path in [*ROOT.glob("ppo*.py"), *ROOT.glob("benchmark/*.py")])
-    others = {"no-index", "logdir"}
-    unknown = {f for f in flags - others if f.removeprefix("no-").replace("-", "_") not in sources and f not in sources}
+    unknown = {f for f in flags - OTHERS if f.removeprefix("no-").replace("-", "_") not in sources and f not in sources}
     assert not unknown
 
 
 if __name__ == "__main__":
+    page = ROOT / "docs" / "details.md"
     start, end = "<!-- details -->\n", "<!-- /details -->\n"
-    text = README.read_text()
+    text = page.read_text()
     head, tail = text.split(start)[0], text.split(end)[1]
-    README.write_text(head + start + table() + end + tail)
-    sys.stdout.write(table())
+    page.write_text(head + start + table() + end + tail)

@@ -1,0 +1,256 @@
+"""Write docs/results.md and draw docs/curves_*.png from benchmark/results/*.csv: no number is typed by hand.
+
+Run:   pip install -r benchmark/requirements.txt && python benchmark/report.py
+"""
+
+import csv
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PAGE = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+START, END = "<!-- scripts -->\n", "<!-- /scripts -->\n"
+
+CLEANRL = "CleanRL"
+DETAILS = "the 37 details"
+# (script, env and label): published mean return at the same number of steps, by whom; MuJoCo's are of v4
+PUBLISHED = {
+    ("ppo", "CartPole-v1"): ("490.04 ± 6.12", CLEANRL),
+    ("ppo", "Acrobot-v1"): ("-86.36 ± 1.32", CLEANRL),
+    ("ppo", "MountainCar-v0"): ("-200.00 ± 0.00", CLEANRL),
+    ("ppo_continuous_action", "HalfCheetah-v5"): ("1442.64 ± 46.03", CLEANRL),
+    ("ppo_continuous_action", "Hopper-v5"): ("2382.86 ± 271.74", CLEANRL),
+    ("ppo_continuous_action", "Walker2d-v5"): ("2287.95 ± 571.78", CLEANRL),
+    ("ppo_continuous_action", "InvertedPendulum-v5"): ("963.09 ± 22.20", CLEANRL),
+    ("ppo_continuous_action", "Humanoid-v5"): ("716.11 ± 49.08", CLEANRL),
+    ("ppo_continuous_action", "Pusher-v5"): ("-40.38 ± 7.15", CLEANRL),
+    ("ppo_atari", "BreakoutNoFrameskip-v4"): ("414.66 ± 28.09", CLEANRL),
+    ("ppo_atari", "PongNoFrameskip-v4"): ("20.36 ± 0.20", CLEANRL),
+    ("ppo_atari", "BeamRiderNoFrameskip-v4"): ("1915.93 ± 484.58", CLEANRL),
+    ("ppo_atari_lstm", "BreakoutNoFrameskip-v4"): ("128.92 ± 31.10", CLEANRL),
+    ("ppo_multidiscrete", "MicrortsMining-v1"): ("39.6", DETAILS),
+    ("ppo_multidiscrete", "MicrortsMining-v1__unmasked"): ("39.0", DETAILS),
+    ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1"): ("19.2", DETAILS),
+    ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1__unmasked"): ("7.8", DETAILS),
+}
+# script: its actions, its observations, its default task, millions of steps there, the task's name in throughput.csv
+FRONT = {
+    "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole"),
+    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah"),
+    "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout"),
+    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.15, "cartpole-lstm"),
+    "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm"),
+    "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining"),
+}
+LABELS = {  # what the part of a name after the env means: the flags that it was made with
+    "unmasked": "--mask-actions False",
+    "float32": "--no-bf16",
+    "no-velocities": "the same observations as ppo_lstm.py",
+}
+TITLES = {
+    "ppo": "Classic control",
+    "ppo_continuous_action": "MuJoCo",
+    "ppo_atari": "Atari",
+    "ppo_lstm": "Memory: CartPole without velocities",
+    "ppo_atari_lstm": "Memory on Atari",
+    "ppo_multidiscrete": "MicroRTS",
+}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a file of results, or none."""
+    path = RESULTS / name
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def group(rows: list[dict[str, str]], *columns: str) -> dict[tuple, list[dict[str, str]]]:
+    """The rows that agree in these columns, together."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[column] for column in columns)].append(row)
+    return groups
+
+
+def one_or_all(values: list[str]) -> str:
+    """The value that all share, or all of them."""
+    return values[0] if len(set(values)) == 1 else ", ".join(values)
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
+    """A line per env, with all of its seeds."""
+    lines = []
+    for (name,), runs in group(rows, "env_id").items():
+        env_id, _, label = name.partition("__")
+        returns = [float(run["mean_return"]) for run in runs]
+        mean = f"{statistics.mean(returns):.2f}"
+        mean += f" ± {statistics.pstdev(returns):.2f}" if len(returns) > 1 else ""
+        published, source = PUBLISHED.get((script, name), ("", ""))
+        steps = one_or_all([f"{int(run['global_step']):,}" for run in runs])
+        minutes = one_or_all([run["minutes"] or "not recorded" for run in runs])
+        lines.append(
+            [
+                env_id + (f", {LABELS.get(label, label)}" if label else ""),
+                ", ".join(run["seed"] for run in runs),
+                steps,
+                ", ".join(f"{x:.2f}" for x in returns),
+                mean,
+                f"{published} ({source})" if published else "",
+                one_or_all([run["commit"] for run in runs]),
+                minutes,
+                one_or_all([run["machine"] for run in runs]),
+            ]
+        )
+    columns = ["env", "seeds", "env steps", "mean return of the last 100 episodes", "mean ± std", "published"]
+    return table([*columns, "commit", "minutes", "machine"], lines)
+
+
+def table_of_speeds(rows: list[dict[str, str]]) -> str:
+    """A line per measurement of throughput.csv."""
+    titles = {
+        "task": "task",
+        "num_envs": "envs",
+        "processes": "processes",
+        "device": "device",
+        "compiled": "compiled",
+        "ours": "steps/s",
+        "peer": "Stable-Baselines3",
+        "ratio": "ratio",
+        "peak_memory_mb": "peak memory, MB",
+        "repeats": "repeats",
+        "commit": "commit",
+        "machine": "machine",
+    }
+    return table(list(titles.values()), [[row[name] for name in titles] for row in rows])
+
+
+def table_of_scripts() -> str:
+    """The README's table: what each script is for, its result and its speed on its default task."""
+    lines = []
+    by_env = group(read("summary.csv"), "script", "env_id")
+    for script, (actions, observations, env_id, millions, task) in FRONT.items():
+        runs = by_env.get((script, env_id), [])
+        result = "not run yet"
+        if runs:
+            steps = max(int(run["global_step"]) for run in runs) / 1e6
+            progress = f"{millions}M steps" if steps > 0.98 * millions else f"{steps:.2f}M of {millions}M steps so far"
+            mean = statistics.mean(float(run["mean_return"]) for run in runs)
+            result = f"{mean:.1f}, {len(runs)} seed{'s' if len(runs) > 1 else ''}, {progress}"
+        if (script, env_id) in PUBLISHED:
+            value, source = PUBLISHED[script, env_id]
+            result += f" ({source}: {float(value.split()[0]):.1f} after {millions}M)"
+        measured = [row for row in read("throughput.csv") if (row["task"], row["processes"]) == (task, "1")]
+        measured = [row for row in measured if (row["device"], row["compiled"]) == ("cpu", "no")]
+        speed = f"{int(measured[0]['ours']):,}"
+        if measured[0]["ratio"]:
+            speed += f", {float(measured[0]['ratio']):.1f} × Stable-Baselines3"
+        lines.append([f"[`{script}.py`]({script}.py)", actions, observations, env_id, result, speed])
+    return table(["script", "actions", "observations", "default task", "its mean return", "steps/s"], lines)
+
+
+def page() -> str:
+    """The text of docs/results.md."""
+    parts = [
+        "# Results\n",
+        "Written by `python benchmark/report.py` from `benchmark/results/*.csv`. A return is undiscounted and "
+        "unclipped, of whole training episodes with sampled actions. `commit` is the one whose script made the "
+        "curve or, where only that is known, the one that added it. The arguments are the defaults but for the "
+        "env, the seed and what the table names; the steps are those that a run has made so far. Curves are "
+        "smoothed over a fiftieth of a run.\n",
+    ]
+    by_script = group(read("summary.csv"), "script")
+    for script, title in TITLES.items():
+        rows = by_script.get((script,), [])
+        parts.append(f"## {title}: `{script}.py`\n")
+        if not rows:
+            parts.append("Not run yet.\n")
+            continue
+        envs = " ".join(dict.fromkeys(row["env_id"].partition("__")[0] for row in rows))
+        parts.append(f"```bash\npython benchmark/learning_curves.py --script {script}.py --env-ids {envs}\n```\n")
+        parts.append(table_of_returns(script, rows))
+        parts.append(f"![Return against env steps](curves_{script}.png)\n")
+    parts.append("## Speed\n")
+    parts.append(
+        "Env steps per second with updates, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for the "
+        "LSTM sb3-contrib's RecurrentPPO) in turn, on the same settings; the medians, and the median of the pairs' "
+        "ratios.\n"
+    )
+    parts.append(table_of_speeds(read("throughput.csv")))
+    missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not (RESULTS / f"{script}__{env}.csv").exists()]
+    if missing:
+        parts.append("## Not run\n")
+        parts.append("Published by others, and not run here so far: " + ", ".join(missing) + ".\n")
+    return "\n".join(parts)
+
+
+def smooth(steps, returns, width: int = 50):
+    """Running means over 1/width of a curve."""
+    import numpy as np
+
+    window = max(1, len(returns) // width)
+    return steps[window - 1 :], np.convolve(returns, np.ones(window) / window, mode="valid")
+
+
+def draw(script: str) -> None:
+    """A panel per env: thin seeds, their mean with a band of one standard deviation, the published return dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    paths = sorted(RESULTS.glob(f"{script}__*.csv"))
+    columns = min(2, len(paths))
+    rows = -(-len(paths) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.2 * rows), squeeze=False, layout="constrained")
+    for number, (axis, path) in enumerate(zip(axes.flat, paths)):
+        name, color = path.stem.split("__", 1)[1], f"C{number}"
+        curves = [
+            smooth(*np.array([(float(r["global_step"]), float(r["episodic_return"])) for r in run]).T)
+            for run in group(read(path.name), "seed").values()
+        ]
+        for steps, returns in curves:
+            axis.plot(steps / 1e6, returns, linewidth=0.8, alpha=0.5, color=color)
+        if len(curves) > 1:
+            grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+            values = np.stack([np.interp(grid, x, y) for x, y in curves])
+            mean, std = values.mean(0), values.std(0)
+            axis.plot(grid / 1e6, mean, linewidth=2.2, color=color, label=f"mean of {len(curves)} seeds")
+            axis.fill_between(grid / 1e6, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
+        if (script, name) in PUBLISHED:
+            value, source = PUBLISHED[script, name]
+            axis.axhline(float(value.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
+        env_id, _, label = name.partition("__")
+        axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
+        axis.set_xlabel("env steps, millions")
+        axis.set_ylabel("episodic return")
+        axis.grid(alpha=0.25)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="lower right")
+    for axis in axes.flat[len(paths) :]:
+        axis.set_visible(False)
+    figure.savefig(ROOT / "docs" / f"curves_{script}.png", dpi=80)
+    plt.close(figure)
+
+
+def main() -> None:
+    PAGE.write_text(page())
+    before, _, rest = README.read_text().partition(START)
+    README.write_text(before + START + table_of_scripts() + END + rest.partition(END)[2])
+    for script in TITLES:
+        if list(RESULTS.glob(f"{script}__*.csv")):
+            draw(script)
+
+
+if __name__ == "__main__":
+    main()
