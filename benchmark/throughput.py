@@ -2,12 +2,18 @@
 
 Run:   pip install -r benchmark/requirements.txt
        python benchmark/throughput.py --tasks cartpole breakout --repeats 5
+       python benchmark/throughput.py --tasks cartpole --compile --alone
        python benchmark/throughput.py --tasks breakout-lstm --alone --processes 2
+       python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both
+       python benchmark/throughput.py --scaling --alone
 
-Each run is a process of its own, the two in turn (A B A B ...), so that a drift of the machine's speed meets both; what
-counts is the median of the ratios, pair by pair. Imports and set-up are not in the time, on either side. Results are
-printed and written to benchmark/results/throughput.csv. Peak memory is that of the training process, of the first one
-where torchrun starts several.
+Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later; the runs
+take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the median of the pairs'
+ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not in it, on either
+side. Peak memory is that of the training process, of the first one where torchrun starts several.
+
+Results are printed and written to benchmark/results/throughput.csv, or with --scaling to scaling.csv, from which
+`python benchmark/report.py` makes the tables of docs/results.md.
 """
 
 import argparse
@@ -15,9 +21,10 @@ import contextlib
 import csv
 import importlib
 import io
+import json
 import os
-import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,23 +32,21 @@ import tempfile
 import time
 from pathlib import Path
 
+from learning_curves import machine
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmark" / "results" / "throughput.csv"
+RESULTS = ROOT / "benchmark" / "results"
 
 # task: script, its arguments where they differ from the defaults
 OURS = {
-    "cartpole": ("ppo", dict(total_timesteps=100_352)),
-    "breakout": ("ppo_atari", dict(total_timesteps=10_240)),
-    "breakout-float32": ("ppo_atari", dict(total_timesteps=10_240, bf16=False)),
-    "halfcheetah": ("ppo_continuous_action", dict(total_timesteps=20_480)),
-    "cartpole-lstm": (
-        "ppo_lstm",
-        dict(total_timesteps=20_480, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128),
-    ),
+    "cartpole": ("ppo", {}),
+    "breakout": ("ppo_atari", {}),
+    "breakout-float32": ("ppo_atari", dict(bf16=False)),
+    "halfcheetah": ("ppo_continuous_action", {}),
+    "cartpole-lstm": ("ppo_lstm", dict(num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)),
     "cartpole-lstm-short-sequences": (
         "ppo_lstm",
         dict(
-            total_timesteps=163_840,
             num_envs=32,
             num_steps=512,
             update_epochs=10,
@@ -51,36 +56,58 @@ OURS = {
             torch_threads=0,
         ),
     ),
-    "breakout-lstm": ("ppo_atari_lstm", dict(total_timesteps=10_240)),
-    "microrts-mining": ("ppo_multidiscrete", dict(total_timesteps=512_000)),
-    "microrts-mining-unmasked": ("ppo_multidiscrete", dict(total_timesteps=512_000, mask_actions=False)),
+    "breakout-lstm": ("ppo_atari_lstm", {}),
+    "microrts-mining": ("ppo_multidiscrete", {}),
+    "microrts-mining-unmasked": ("ppo_multidiscrete", dict(mask_actions=False)),
 }
+DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
+WITHOUT_PEER = {"breakout-lstm", "microrts-mining", "microrts-mining-unmasked", "cartpole-lstm-short-sequences"}
+COLUMNS = ["task", "num_envs", "processes", "device", "compiled", "repeats", "ours", "peer", "ratio"]
+COLUMNS += ["peak_memory_mb", "commit", "machine"]
 
 
-def run_ours(task: str) -> float:
+def arguments(task: str, num_envs: int) -> tuple[str, dict]:
+    """A task's script and arguments, with as many envs, 0 for the task's own number."""
+    name, changes = OURS[task]
+    return name, changes | (dict(num_envs=num_envs) if num_envs else {})
+
+
+def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: float) -> float:
     """Train with our script; return env steps per second."""
-    sys.path.insert(0, str(ROOT))
-    name, arguments = OURS[task]
+    name, changes = arguments(task, num_envs)
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = script.Args(**arguments)
+    changes |= dict(total_timesteps=10**9, anneal_lr=False, cuda=device == "cuda", compile=compiled)
+    args = script.Args(**changes)
     script.join_processes(args)
-    with contextlib.redirect_stdout(io.StringIO()):
-        run_dir = script.train(args)
+    logged, log = [], script.Run.log
+
+    def log_and_stop(run, *args):
+        log(run, *args)
+        logged.append(time.monotonic())
+        if len(logged) >= 3 and logged[-1] - logged[0] > seconds:
+            signal.raise_signal(signal.SIGTERM)
+
+    script.Run.log = log_and_stop
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        script.train(args)
     if script.dist.is_initialized() and script.dist.get_rank():  # the first one speaks for all
         sys.exit()
-    return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value
+    (run_dir,) = Path("runs").iterdir()
+    events = EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")
+    return (events[-1].step - events[0].step) / (events[-1].wall_time - events[0].wall_time)
 
 
-def run_sb3(task: str) -> float:
+def run_sb3(task: str, num_envs: int, device: str, seconds: float) -> float:
     """Train Stable-Baselines3's PPO, or sb3-contrib's RecurrentPPO, with the same settings."""
     from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    name, arguments = OURS[task]
-    args = importlib.import_module(name).Args(**arguments)
+    name, changes = arguments(task, num_envs)
+    args = importlib.import_module(name).Args(**changes)
     common = dict(
         learning_rate=args.learning_rate,
         n_steps=args.num_steps,
@@ -94,7 +121,7 @@ def run_sb3(task: str) -> float:
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
         seed=1,
-        device="cpu",
+        device=device,
     )
     if name == "ppo_atari":
         envs = VecFrameStack(make_atari_env(args.env_id, args.num_envs, seed=1), 4)
@@ -109,17 +136,26 @@ def run_sb3(task: str) -> float:
         model = RecurrentPPO("MlpLstmPolicy", envs, policy_kwargs=policy, **common)
     else:
         model = PPO("MlpPolicy", make_vec_env(args.env_id, args.num_envs), **common)
-    start = time.time()
-    model.learn(args.total_timesteps)
-    return model.num_timesteps / (time.time() - start)
+    begun = []  # when each rollout began: the second of them is when the first iteration was done
+
+    class Stop(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            begun.append(time.monotonic())
+
+        def _on_step(self) -> bool:
+            return not (len(begun) >= 4 and begun[-1] - begun[1] > seconds)
+
+    model.learn(10**9, callback=Stop())
+    return (len(begun) - 2) * args.batch_size / (begun[-1] - begun[1])
 
 
-def measure(side: str, task: str, processes: int = 1) -> tuple[float, float]:
+def measure(side: str, processes: int, seconds: float, **setting) -> tuple[float, float]:
     """Run one side in a process of its own, or several; return its steps per second and its peak memory in MB."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "--one", side, task]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        request = json.dumps(dict(side=side, seconds=seconds, **setting))
+        command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "--one", request]
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmark'}"}
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(result.stderr)
@@ -127,45 +163,81 @@ def measure(side: str, task: str, processes: int = 1) -> tuple[float, float]:
     return float(speed), float(memory)
 
 
+def measure_one(request: dict) -> None:
+    """In the process that measures: train, and print the speed and the peak memory."""
+    sys.path.insert(0, str(ROOT))
+    if request.pop("side") == "ours":
+        speed = run_ours(**request)
+    else:
+        request.pop("compiled")
+        speed = run_sb3(**request)
+    print(speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def commit() -> str:
+    """The commit that is measured."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def write(path: Path, row: dict) -> None:
+    """Put a row into a file of results, in the place of an older one of the same setting."""
+    rows = []
+    if path.exists():
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    same = lambda other: all(str(other[name]) == str(row[name]) for name in [*COLUMNS[:5], "machine"])
+    rows = [other for other in rows if not same(other)] + [row]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=OURS, default=["cartpole", "breakout"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", choices=OURS, default=DEFAULT_TASKS)
+    parser.add_argument("--num-envs", nargs="+", type=int, default=[0], help="0: the task's own")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", nargs="?", choices=["yes", "no", "both"], const="yes", default="no")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
     parser.add_argument("--processes", type=int, default=1, help="of our side, by torchrun")
-    parser.add_argument("--alone", action="store_true", help="only our side, for tasks that the peer does not have")
-    parser.add_argument("--one", nargs=2, metavar=("SIDE", "TASK"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help="only our side")
+    parser.add_argument("--scaling", action="store_true", help="each task with 1 to 256 envs, into scaling.csv")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        side, task = args.one
-        speed = run_ours(task) if side == "ours" else run_sb3(task)
-        print(speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        measure_one(json.loads(args.one))
         return
-    rows = []
-    if RESULTS.exists():
-        with open(RESULTS, newline="") as file:
-            new = [(task, str(args.processes)) for task in args.tasks]
-            rows = [row for row in csv.DictReader(file) if (row["task"], row["processes"]) not in new]
-    for task in args.tasks:
-        ours, peer, memory = [], [], 0.0
+    numbers = [1, 4, 16, 64, 256] if args.scaling else args.num_envs
+    modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
+    for task, num_envs in [(task, number) for task in args.tasks for number in numbers]:
+        setting = dict(task=task, num_envs=num_envs, device=args.device)
+        with_peer = not (args.alone or task in WITHOUT_PEER)
+        sides = [("ours", compiled) for compiled in modes] + [("sb3", False)] * with_peer
+        speeds, peaks = {side: [] for side in sides}, dict.fromkeys(sides, 0.0)
         for _ in range(args.repeats):
-            speed, peak = measure("ours", task, args.processes)
-            ours.append(speed)
-            memory = max(memory, peak)
-            if not args.alone:
-                peer.append(measure("sb3", task)[0])
-        row = dict(task=task, processes=args.processes, repeats=args.repeats)
-        row |= dict(ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
-        if peer:
-            ratio = statistics.median(a / b for a, b in zip(ours, peer))
-            row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")
-        row |= dict(peak_memory_mb=f"{memory:.0f}", machine=f"{os.cpu_count()} cores, {platform.machine()}")
-        print(row, flush=True)
-        rows.append(row)
-        with open(RESULTS, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(row))
-            writer.writeheader()
-            writer.writerows(rows)
+            for side in sides:
+                name, compiled = side
+                processes = args.processes if name == "ours" else 1
+                speed, peak = measure(name, processes, args.seconds, compiled=compiled, **setting)
+                speeds[side].append(speed)
+                peaks[side] = max(peaks[side], peak)
+        script, changes = arguments(task, num_envs)
+        for compiled in modes:
+            ours, peer = speeds["ours", compiled], speeds.get(("sb3", False))
+            row = setting | dict(processes=args.processes, compiled="yes" if compiled else "no", repeats=args.repeats)
+            row["num_envs"] = importlib.import_module(script).Args(**changes).num_envs
+            row |= dict(ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
+            if peer:
+                ratio = statistics.median(a / b for a, b in zip(ours, peer))
+                row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")
+            row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}", commit=commit(), machine=machine())
+            print(row, flush=True)
+            write(RESULTS / ("scaling.csv" if args.scaling else "throughput.csv"), row)
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

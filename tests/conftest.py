@@ -18,10 +18,11 @@ os.environ |= {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",  # subprocesses find probe_envs as well
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
-    "CUDA_VISIBLE_DEVICES": "",
 }
 
 torch.set_num_threads(1)  # where a test calls the network itself: two threads crawl on a machine that is busy
+
+SHORT_GAMES = '{"max_num_frames_per_episode": 400}'  # of Atari, so that an evaluation of whole games is short
 
 # arguments that make a run of each script small: 4 iterations of a few dozen steps
 SMALL = {
@@ -29,10 +30,25 @@ SMALL = {
     "ppo_continuous_action": dict(
         env_id="Pendulum-v1", total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2
     ),
-    "ppo_atari": dict(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, bf16=False, torch_threads=1),
+    "ppo_atari": dict(
+        env_kwargs=SHORT_GAMES,
+        total_timesteps=64,
+        num_envs=2,
+        num_steps=8,
+        num_minibatches=2,
+        bf16=False,
+        torch_threads=1,
+    ),
     "ppo_lstm": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2, seq_len=8, hidden_size=16),
     "ppo_atari_lstm": dict(
-        total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2, seq_len=4, bf16=False, torch_threads=1
+        env_kwargs=SHORT_GAMES,
+        total_timesteps=64,
+        num_envs=2,
+        num_steps=8,
+        num_minibatches=2,
+        seq_len=4,
+        bf16=False,
+        torch_threads=1,
     ),
     "ppo_multidiscrete": dict(
         env_id="probe_envs:CartPoleMultiDiscrete-v0",
@@ -65,6 +81,10 @@ OF_THE_FOLD = {
     "test_wandb",
 }
 
+# ppo_atari_lstm.py joins two scripts; tests of what it has from them leave it out, for a game takes a second to start.
+FIVE_SCRIPTS = [name for name in SCRIPTS if name != "ppo_atari_lstm"]
+OF_FIVE = {"test_arguments", "test_determinism", "test_evaluate"}
+
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards
 PROBED = {
@@ -89,10 +109,18 @@ def count_event_files_anew(monkeypatch):
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
+def pytest_configure(config):
+    """The tests are of the CPU, but for those of `-m cuda`."""
+    if config.getoption("markexpr") != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_generate_tests(metafunc):
-    """Each script in turn; two of them where a file is about what is below the fold."""
-    if "script" in metafunc.fixturenames:
-        names = FOLD_SCRIPTS if metafunc.module.__name__ in OF_THE_FOLD else SCRIPTS
+    """`script` is each script in turn, or fewer, as said above, unless the test names them itself."""
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "script" in metafunc.fixturenames and "script" not in named:
+        file = metafunc.module.__name__
+        names = FOLD_SCRIPTS if file in OF_THE_FOLD else FIVE_SCRIPTS if file in OF_FIVE else SCRIPTS
         metafunc.parametrize("script", names, indirect=True)
 
 

@@ -195,20 +195,21 @@ def test_a_random_frame_skip_is_refused(atari_script):
             atari_script.make_envs(small_args(atari_script, env_id=env_id), 1)
 
 
-@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)  # it takes 27,000 steps
-def test_a_game_is_truncated_at_108_000_frames(atari_script, without_noops):
+def test_a_game_is_truncated_at_its_limit_of_frames(atari_script, without_noops):
     """Catches: the limit counted in steps, no limit, or one that counts as a lost game."""
-    args = small_args(atari_script, env_id="MontezumaRevengeNoFrameskip-v4", env_threads=1)
-    with contextlib.closing(atari_script.make_envs(args, 1)) as envs:  # waits at the start, where nothing harms it
+    env_id, frames = "MontezumaRevengeNoFrameskip-v4", 2000
+    assert gym.spec(env_id).kwargs["max_num_frames_per_episode"] == 108_000
+    args = small_args(atari_script, env_id=env_id, env_threads=1)
+    with short_games(env_id, frames), contextlib.closing(atari_script.make_envs(args, 1)) as envs:
         envs.reset(seed=[1])
-        noop = np.zeros(1, np.int64)
-        for _ in range(108_000 // 4 - 1):
+        noop = np.zeros(1, np.int64)  # it waits at the start, where nothing harms it
+        for _ in range(frames // 4 - 1):
             _, _, terminations, truncations, _ = envs.step(noop)
             assert not terminations[0]
             assert not truncations[0]
         _, _, terminations, truncations, infos = envs.step(noop)
     assert (terminations[0], truncations[0]) == (False, True)
-    assert infos["episode"]["l"][0] == 108_000 // 4
+    assert infos["episode"]["l"][0] == frames // 4
 
 
 class GarbageFinalObs(gym.vector.VectorWrapper):

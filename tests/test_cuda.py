@@ -1,0 +1,157 @@
+"""On a GPU: `python -m pytest -m cuda`. Skipped where there is none.
+
+Training, resume and evaluation of each script; checkpoints that change between GPU and CPU; --compile with CUDA graphs;
+two processes on one GPU; and no wait for the GPU in an update.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, SMALL, flags, parameters, read_scalars, run_script, small_args
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or it is hidden: pytest -m cuda"),
+]
+
+
+def assert_close(run_dir, other_dir, rtol: float = 1e-2, atol: float = 1e-3) -> None:
+    """The parameters are the same, up to the rounding of another kernel."""
+    ours, theirs = parameters(run_dir), parameters(other_dir)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=rtol, atol=atol, msg=lambda s, n=name: f"{n}: {s}")
+
+
+def test_train_resume_evaluate(script):
+    """Catches: a tensor that is left on the CPU, a state that does not come back to the GPU."""
+    run_dir = script.train(small_args(script, exact_resume=True, checkpoint_every=1))
+    assert all(p.device.type == "cpu" for p in script.load_checkpoint(run_dir / "checkpoint.pt")["agent"].values())
+    half = small_args(script).total_timesteps // 2
+    begun = script.train(
+        small_args(script, exact_resume=True, checkpoint_every=1, total_timesteps=half, anneal_lr=False)
+    )
+    resumed = script.train(script.Args(resume=str(begun), total_timesteps=2 * half))
+    assert resumed == begun
+    steps = [step for step, _ in read_scalars(resumed)["losses/value_loss"]]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 2 * half
+    assert all(torch.isfinite(p).all() for p in parameters(resumed).values())
+    assert len(script.evaluate(resumed / "checkpoint.pt", 1)) == 1
+
+
+def test_exact_resume_is_exact(script):
+    """Catches: random numbers of the GPU that a checkpoint does not bring back."""
+    arguments = dict(exact_resume=True, checkpoint_every=2)
+    whole = script.train(small_args(script, **arguments))
+
+    class Stop(Exception):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        log = script.Run.log
+
+        def stop_in_the_third(run, *args):
+            log(run, *args)
+            if run.iteration == 3:
+                raise Stop
+
+        patch.setattr(script.Run, "log", stop_in_the_third)
+        with pytest.raises(Stop):
+            script.train(small_args(script, seed=1, exp_name="cut", **arguments))
+    (cut,) = whole.parent.glob("*__cut__*")
+    assert_close(script.train(script.Args(resume=str(cut))), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuda_first", [True, False])
+def test_a_checkpoint_changes_its_device(script, cuda_first):
+    """Catches: a checkpoint that only the device that wrote it can read."""
+    half = small_args(script).total_timesteps // 2
+    run_dir = script.train(small_args(script, cuda=cuda_first, total_timesteps=half))
+    assert len(script.evaluate(run_dir / "checkpoint.pt", 1)) == 1
+    given = flags(resume=str(run_dir), cuda=not cuda_first, total_timesteps=2 * half)
+    result = run_script(script.__name__, *given, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert script.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == 2 * half
+
+
+def ten_iterations(script, **changes):
+    """Train for ten iterations; return the run's folder."""
+    steps = 10 * SMALL[script.__name__]["num_steps"] * SMALL[script.__name__]["num_envs"]
+    return script.train(small_args(script, total_timesteps=steps, anneal_clip=True, **changes))
+
+
+def test_compiled_equals_eager(script, monkeypatch):
+    """Catches: CUDA graphs that replay old inputs, or whose outputs are overwritten before they are read."""
+    torch._dynamo.reset()
+    eager = ten_iterations(script)
+    compile = script.Run.compile
+    only_loss = lambda run, function: compile(run, function) if function.__name__ == "minibatch_loss" else function
+    monkeypatch.setattr(script.Run, "compile", only_loss)  # a compiled policy draws other random numbers
+    assert_close(ten_iterations(script, compile=True), eager)
+
+
+def test_a_compiled_policy_trains(script):
+    """Catches: a rollout whose actions, values or memory are those of another step."""
+    torch._dynamo.reset()
+    compiled = ten_iterations(script, compile=True)
+    kl = [value for _, value in read_scalars(compiled)["losses/approx_kl"]]
+    assert len(kl) == 10
+    assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
+
+
+def test_the_ratio_of_a_compiled_policy_is_one(script, monkeypatch):
+    """Catches: log-probabilities of a graph's earlier replay."""
+    torch._dynamo.reset()
+    original, first = script.minibatch_loss, []
+
+    def spy(agent, minibatch, args):
+        loss, stats = original(agent, minibatch, args)
+        first.append(stats["clipfrac"])
+        return loss, stats
+
+    monkeypatch.setattr(script, "minibatch_loss", spy)
+    args = small_args(script, compile=True, num_minibatches=1, update_epochs=1)
+    script.train(args)
+    assert [float(x) for x in first] == [0] * args.num_iterations
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_processes_share_a_gpu(name, tmp_path):
+    """Catches: nccl, which wants a GPU for each process; parameters that drift apart."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, str(ROOT / f"{name}.py"), *flags(**SMALL[name])]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert all(torch.isfinite(p).all() for p in parameters(run_dir).values())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_command_line(name, tmp_path):
+    """Catches: a command that only works in a process that has used the GPU before."""
+    result = run_script(name, *flags(**SMALL[name] | dict(eval_episodes=1)), timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert " on cuda" in result.stdout
+    assert "evaluation: mean return" in result.stdout + result.stderr
+
+
+def test_no_wait_in_an_update(script, monkeypatch):
+    """Catches: what stops the Python that runs ahead of the GPU, in the loop over the minibatches."""
+    minibatch_loss = script.minibatch_loss
+
+    def begin(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        return minibatch_loss(*args)
+
+    handle = register_optimizer_step_post_hook(lambda *args: torch.cuda.set_sync_debug_mode("default"))
+    monkeypatch.setattr(script, "minibatch_loss", begin)
+    try:
+        script.train(small_args(script))
+    finally:
+        handle.remove()
+        torch.cuda.set_sync_debug_mode("default")
