@@ -165,9 +165,10 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         log_probs = self.actor(obs.float()).log_softmax(-1)  # of all actions; a Categorical in the open, and faster
-        if action is None:
-            action = log_probs.argmax(-1) if deterministic else log_probs.exp().multinomial(1).squeeze(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        probs = log_probs.exp()
+        if action is None:  # the first of exponential clocks: multinomial, but three times as fast
+            action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
+        entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return action, logprob, entropy, self.get_value(obs)
 

@@ -157,10 +157,9 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     except gym.error.Error as error:
         raise unknown_env(args, error) from None
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
-        raise UserError(
-            f"{args.env_id} is no Atari game with a fixed frame skip: give an id like BreakoutNoFrameskip-v4 or "
-            "ALE/Breakout-v5, or use ppo.py for Discrete actions and vectors, ppo_continuous_action.py for Box actions"
-        )
+        others = "ppo.py for Discrete actions and vectors, ppo_continuous_action.py for Box actions"
+        advice = f"give an id like BreakoutNoFrameskip-v4 or ALE/Breakout-v5, or use {others}"
+        raise UserError(f"{args.env_id} is no Atari game with a fixed frame skip: {advice}")
     frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
 
     def make_recorded_env() -> gym.Env:
@@ -239,9 +238,10 @@ class Agent(nn.Module):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         hidden = self.encode(obs)
         log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; a Categorical in the open, and faster
-        if action is None:
-            action = log_probs.argmax(-1) if deterministic else log_probs.exp().multinomial(1).squeeze(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        probs = log_probs.exp()
+        if action is None:  # the first of exponential clocks: multinomial, but three times as fast
+            action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
+        entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 

@@ -132,14 +132,13 @@ class Args:
         self.minibatch_sequences = num_sequences // self.num_minibatches
 
 
-VELOCITIES = {  # the indices of the velocities in an observation
-    "CartPole-v0": [1, 3],
-    "CartPole-v1": [1, 3],
-    "MountainCar-v0": [1],
-    "MountainCarContinuous-v0": [1],
-    "Pendulum-v1": [2],
-    "LunarLander-v3": [2, 3, 5],
-    "LunarLanderContinuous-v3": [2, 3, 5],
+VELOCITIES = {  # the indices of the velocities in an observation, by the env's name without its version
+    "CartPole": [1, 3],
+    "MountainCar": [1],
+    "MountainCarContinuous": [1],
+    "Pendulum": [2],
+    "LunarLander": [2, 3, 5],
+    "LunarLanderContinuous": [2, 3, 5],
 }
 
 
@@ -159,7 +158,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
-        hidden = VELOCITIES.get(env.spec.id)
+        hidden = VELOCITIES.get(env.spec.name)
         if args.mask_velocity and not hidden:
             raise UserError(f"the velocities of {args.env_id} are not in VELOCITIES: leave --mask-velocity out")
         if args.mask_velocity is not False and hidden:
@@ -198,9 +197,8 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
     """Cut sequences, `starts` (M, S), where an episode starts: a library LSTM kernel can run over each piece.
 
-    Returns groups of P pieces of about one length: the sequence of each, (P,); 1. where it goes on from the state that
-    is stored for it, 0. where it starts from zeros, (P,); where its steps are in the flattened (M*S,) sequences,
-    (longest, P). Then, for each of these positions, its row in the outputs of all groups. On the CPU: no GPU waits.
+    Returns groups of P pieces of like length: (their sequences (P,), 1. if they go on from its stored state (P,), their
+    steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
     """
     S, end = starts.shape[1], starts.numel()
     cuts = starts > 0
@@ -216,9 +214,8 @@ def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]]
         positions = torch.where(steps < lengths[batch], begins[batch] + steps, end)
         groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
         outputs.append(positions.flatten())
-    outputs = torch.cat(outputs)
     rows = torch.empty(end + 1, dtype=torch.long)
-    rows[outputs] = torch.arange(len(outputs))
+    rows[torch.cat(outputs)] = torch.arange(sum(map(len, outputs)))
     return groups, rows[:end]
 
 
@@ -239,8 +236,8 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
-        One step: x (N, F), starts (N,) -> features (N, H), the next state. Sequences: x (M*S, F), starts (M, S) on the
-        CPU -> features (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
+        One step: x (N, F), starts (N,) -> features (N, H). Sequences: x (M*S, F), starts (M, S), on the CPU -> features
+        (M*S, H), and the state as given: where the next sequence starts is known from the rollout.
         """
         if starts.dim() == 1:
             state = state * (1 - starts).view(-1, 1, 1, 1, 1)
@@ -302,9 +299,10 @@ class Agent(nn.Module):
         value = self.critic(features[-1]).squeeze(-1)
         if self.discrete:
             log_probs = output.log_softmax(-1)  # of all actions; a Categorical in the open, and faster
-            if action is None:
-                action = log_probs.argmax(-1) if deterministic else log_probs.exp().multinomial(1).squeeze(-1)
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            probs = log_probs.exp()
+            if action is None:  # the first of exponential clocks: multinomial, but three times as fast
+                action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
+            entropy = -(probs * log_probs).sum(-1)
             logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
             return action, logprob, entropy, value, state
         mean = output.unflatten(-1, self.actor_logstd.shape)
@@ -394,10 +392,9 @@ def train(args: Args) -> Path:
         minibatch_size = run.share("minibatch_sequences")
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
-        parts = {"actor": [], "critic": []}  # a shared LSTM is the actor's
-        for name, parameter in agent.named_parameters():
-            parts["critic" if name.startswith(("critic", "memory.lstms.1")) else "actor"].append(parameter)
-        groups = [dict(params=parameters) for parameters in parts.values()]
+        critics = [x for name, x in agent.named_parameters() if name.startswith(("critic", "memory.lstms.1"))]
+        actors = [x for x in agent.parameters() if all(x is not y for y in critics)]  # a shared LSTM is the actor's
+        groups = [dict(params=actors), dict(params=critics)]
         optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay, eps=1e-5, fused=True)  # [core 3]
         critic_rate = args.critic_learning_rate or args.learning_rate
         loss_fn = run.compile(minibatch_loss)
@@ -445,8 +442,7 @@ def train(args: Args) -> Path:
                 if truncations[step].any():
                     cut = truncations[step]
                     final_obs = to_tensor(np.stack(infos["final_obs"][cut]))
-                    no_starts = torch.zeros(len(final_obs), device=run.device)
-                    final_values[step, cut] = get_value(final_obs, next_state[cut], no_starts)
+                    final_values[step, cut] = get_value(final_obs, next_state[cut], values.new_zeros(len(final_obs)))
                 next_starts = torch.as_tensor(terminations[step] | truncations[step]).float()
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
             last_value = get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))
@@ -463,15 +459,13 @@ def train(args: Args) -> Path:
 
             # update
             in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
-            batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns)]
-            batch.append(states.flatten(0, 1))  # (B/S, K, 2, L, H)
+            batch = [*map(in_sequences, (obs, actions, logprobs, advantages, values, returns)), states.flatten(0, 1)]
             b_starts = in_sequences(starts)  # (B/S, S), on the CPU
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N // S).split(minibatch_size):  # [core 6]
                     minibatch = [x.index_select(0, to_tensor(mb_inds)) for x in batch]  # (M/S, S, ...)
-                    minibatch.append(b_starts[mb_inds])
-                    loss, mb_stats = loss_fn(agent, minibatch, loss_args)
+                    loss, mb_stats = loss_fn(agent, [*minibatch, b_starts[mb_inds]], loss_args)
                     optimizer.zero_grad()
                     loss.backward()
                     run.average_gradients(agent)
