@@ -157,7 +157,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
 
     Observations are (1, 84, 84) uint8: grey, resized [atari 5], a single frame. A game begins with up
     to 30 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; 108,000 frames
-    truncate a game. infos["final_obs"] is valid only where a game ended. To record the games in `video_dir`, they run in
+    truncate a game. infos["final_obs"] is valid only where a game ended. To record games in `video_dir`, they run in
     gymnasium's own wrappers, whose observations are the same. Raises UserError for an id that is no Atari game.
     """
     try:
