@@ -814,6 +814,7 @@ class Run(contextlib.ExitStack):
             names |= dict(id=self.wandb_id, resume="allow", save_code=True)
             self.wandb_run = wandb.init(**names, config=config, sync_tensorboard=True)
             self.wandb_run.define_metric("*", step_metric="global_step")
+            self.wandb_run.log_code(str(self.folder))  # save_code finds a script in or below the current folder only
             self.wandb_id = self.wandb_run.id
         except Exception as error:  # no network, no login
             print(f"wandb is off for this run: {error}", file=sys.stderr)

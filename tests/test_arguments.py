@@ -10,7 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, SMALL, flags, read_scalars, run_script, small_args
+from conftest import FOLD_SCRIPTS, ROOT, SCRIPTS, SMALL, flags, read_scalars, run_script, small_args
 
 # flags that users of any script rely on
 CONTRACT = """
@@ -117,6 +117,7 @@ def test_wrong_env(main, name, env_id, word):
     assert len(result[2].strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_exit_code_of_the_process(script):
     """Catches: a refusal that a shell script takes for success."""
     result = run_script(script.__name__, "--num-envs", "0")
@@ -193,6 +194,7 @@ def progress(run_dir: Path) -> str:
     return "mean return" if "charts/episodic_return" in read_scalars(run_dir) else "no episode has ended yet"
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_a_run_shows_progress_and_where_it_went(script):
     """Catches: a log with a line an episode, without the run's folder, or full of escape codes where it is a file."""
     result = run_script(script.__name__, *small_flags(script))
@@ -208,6 +210,7 @@ def test_a_run_shows_progress_and_where_it_went(script):
     assert len(result.stdout.splitlines()) < len(dataclasses.fields(script.Args)) + 10
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_progress_bar_in_a_terminal(script):
     """Catches: a bar that shows other steps than were taken, or none at all to a person at a terminal."""
     primary, secondary = os.openpty()

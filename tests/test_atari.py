@@ -7,13 +7,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars, same_parameters, small_args
+from conftest import read_scalars, same_parameters
+from conftest import small_args as short_games_args
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 BREAKOUT = "BreakoutNoFrameskip-v4"  # lives and FIRE
 MS_PACMAN = "MsPacmanNoFrameskip-v4"  # lives, no FIRE
 PONG = "PongNoFrameskip-v4"  # no lives, FIRE among its actions
 GAMES = [BREAKOUT, MS_PACMAN, PONG]
+
+
+def small_args(module, **changes):
+    """Args of a small run, with games as long as they are."""
+    return short_games_args(module, **dict(env_kwargs="{}") | changes)
 
 
 @pytest.fixture

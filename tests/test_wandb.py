@@ -46,7 +46,9 @@ def contents(path: Path) -> tuple[dict, dict]:
 @pytest.mark.parametrize("script", ["ppo", "ppo_atari"], indirect=True)  # start_wandb is the same text in all
 def test_an_offline_run_holds_everything(script):
     """Catches: tags that only TensorBoard gets, rows sent twice, a config that is missing, a run that is not closed."""
-    options = SMALL[script.__name__] | dict(track=True, eval_episodes=1, capture_video=True, seed=5)
+    options = SMALL[script.__name__] | dict(
+        track=True, eval_episodes=1, capture_video=True, seed=5, wandb_tags="quick try"
+    )
     result = run_script(script.__name__, *flags(**options))
     assert result.returncode == 0, result.stderr
     (run_dir,) = Path("runs").glob("*__5__*")
@@ -60,9 +62,19 @@ def test_an_offline_run_holds_everything(script):
         # a row repeats the evaluation's value once it is known: the steps at which it was logged are a subset
         assert [point for point in history[tag] if point[0] in dict(points)] == ours, tag
     assert len(history["losses/value_loss"]) == 4
-    assert len(history["eval/videos"]) == 1
+    assert [step for step, _ in history["eval/videos"]] == [step for step, _ in history["eval/episodic_return"]][-1:]
     videos = list(run_dir.rglob("*.mp4"))
     assert len(videos) == 1
+    run = next(record.run for record in records(file) if record.HasField("run"))
+    assert (run.run_group, run.job_type) == (f"{config['env_id']}__{config['exp_name']}", "train")
+    assert list(run.tags) == ["quick", "try"]
+    metrics = [record.metric for record in records(file) if record.HasField("metric")]
+    assert any((metric.glob_name, metric.step_metric) == ("*", "global_step") for metric in metrics)
+    artifacts = [record.request.log_artifact.artifact for record in records(file)]
+    artifacts += [record.artifact for record in records(file)]
+    code = [entry for artifact in artifacts if artifact.type == "code" for entry in artifact.manifest.contents]
+    assert {entry.path for entry in code} == {f"{script.__name__}.py"}
+    assert {entry.size for entry in code} == {Path(script.__file__).stat().st_size}
     assert any(record.HasField("exit") and record.exit.exit_code == 0 for record in records(file))
     # wandb mirrors the folder of the TensorBoard log: its own folder must not lie in there
     assert not [path for path in run_dir.rglob("*") if "wandb" in path.name]
