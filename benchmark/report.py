@@ -186,6 +186,14 @@ def page() -> str:
         "ratios.\n"
     )
     parts.append(table_of_speeds(read("throughput.csv")))
+    if rows := read("scaling.csv"):
+        parts.append("## Cost as work grows\n")
+        parts.append(
+            "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else as by default: "
+            "the batch and its minibatches grow with them.\n"
+        )
+        parts.append(table_of_speeds(rows))
+        parts.append("![Speed and memory against the number of envs](scaling.png)\n")
     missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not (RESULTS / f"{script}__{env}.csv").exists()]
     if missing:
         parts.append("## Not run\n")
@@ -243,7 +251,32 @@ def draw(script: str) -> None:
     plt.close(figure)
 
 
+def draw_scaling(rows: list[dict[str, str]]) -> None:
+    """Env steps per second, and peak memory, against the number of envs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12.8, 4.6), layout="constrained")
+    for (task,), points in group(rows, "task").items():
+        envs = [int(row["num_envs"]) for row in points]
+        for axis, column in zip(axes, ["ours", "peak_memory_mb"]):
+            axis.plot(envs, [float(row[column]) for row in points], marker="o", label=task)
+    for axis, label in zip(axes, ["env steps per second", "peak memory, MB"]):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("envs")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+        axis.legend()
+    figure.savefig(ROOT / "docs" / "scaling.png", dpi=80)
+    plt.close(figure)
+
+
 def main() -> None:
+    if rows := read("scaling.csv"):
+        draw_scaling(rows)
     PAGE.write_text(page())
     before, _, rest = README.read_text().partition(START)
     README.write_text(before + START + table_of_scripts() + END + rest.partition(END)[2])

@@ -75,6 +75,7 @@ OF_THE_FOLD = {
     "test_flags",
     "test_global_state",
     "test_library",
+    "test_machine",
     "test_restarts",
     "test_run_folder",
     "test_signals",

@@ -1,0 +1,90 @@
+"""What the machine is taken for: the cores that this process may use, and whether there is a screen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, small_args
+
+
+@pytest.fixture
+def share(monkeypatch):
+    """Set the cores that the process may use, the container's quota, the host's cores, the processes beside it."""
+
+    def set_share(affinity=64, quota="max", host=64, processes=None):
+        read_text = Path.read_text
+        text = f"{quota} 100000\n"
+        fake = lambda path, *args: text if str(path) == "/sys/fs/cgroup/cpu.max" else read_text(path, *args)
+        monkeypatch.setattr(Path, "read_text", fake)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: host)
+        if processes:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+
+    return set_share
+
+
+@pytest.mark.parametrize(
+    ("machine", "threads"),
+    [
+        (dict(), 64),
+        (dict(affinity=4), 4),
+        (dict(quota="200000"), 2),
+        (dict(quota="150000"), 2),
+        (dict(quota="10000"), 1),
+        (dict(affinity=1, quota="800000"), 1),
+        (dict(processes=8), 8),
+        (dict(affinity=2, processes=4), 1),
+    ],
+)
+def test_threads_are_those_of_the_share(script, share, machine, threads):
+    """Catches: 64 threads on the 4 cores that a cluster or a container gives, 11 times slower than 4."""
+    share(**machine)
+    assert script.num_threads(0) == threads
+    assert script.num_threads(3) == 3
+
+
+def test_where_no_share_is_known(script, share, monkeypatch):
+    """Catches: a crash on systems without affinity or cgroups."""
+    share(host=6)
+    monkeypatch.delattr(os, "sched_getaffinity")
+
+    def fail(path, *args):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert script.num_threads(0) == 6
+
+
+def test_a_run_takes_its_share(script, share, monkeypatch):
+    """Catches: a number of threads that is computed, and then not set."""
+    share(affinity=3)
+    seen, compute_gae = [], script.compute_gae
+
+    def spy(*args):
+        seen.append(torch.get_num_threads())
+        return compute_gae(*args)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    args = small_args(script, torch_threads=0)
+    script.train(small_args(script, torch_threads=0, total_timesteps=args.batch_size))
+    assert seen == [3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have a screen, or their own ways")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "egl dummy"), ({"DISPLAY": ":0"}, "None None"), ({"MUJOCO_GL": "osmesa"}, "osmesa dummy")],
+)
+def test_without_a_screen_videos_are_drawn_all_the_same(given, expected):
+    """Catches: ten hours of training that end at `an OpenGL platform library has not been loaded`."""
+    names = {"DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL", "SDL_VIDEODRIVER"}
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    command = "import os, ppo; print(os.environ.get('MUJOCO_GL'), os.environ.get('SDL_VIDEODRIVER'))"
+    result = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == expected
