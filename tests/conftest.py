@@ -84,7 +84,7 @@ OF_THE_FOLD = {
 
 # ppo_atari_lstm.py joins two scripts; tests of what it has from them leave it out, for a game takes a second to start.
 FIVE_SCRIPTS = [name for name in SCRIPTS if name != "ppo_atari_lstm"]
-OF_FIVE = {"test_arguments", "test_determinism", "test_evaluate"}
+OF_FIVE = {"test_agent", "test_arguments", "test_determinism", "test_evaluate"}
 
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import parameters, small_args
+from conftest import FOLD_SCRIPTS, parameters, small_args
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_the_loss_is_compiled_once(script, compiled):
     """Catches: a loss that is compiled anew in each iteration, for the annealed clip_coef is a new constant."""
     eager = parameters(script.train(small_args(script, anneal_clip=True, update_epochs=2)))

@@ -128,6 +128,7 @@ def test_equals_the_plain_game(atari_script, without_noops, env_id, steps, frame
     assert (clipped > 0) == (env_id == MS_PACMAN)
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 @pytest.mark.parametrize("env_id", GAMES)
 def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_id):
     """Catches: an evaluation on other observations, lives or rewards than the agent was trained on."""
@@ -142,6 +143,7 @@ def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_
                 np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 @pytest.mark.parametrize("env_id", GAMES)
 def test_several_games_do_not_mix(atari_script, env_id):
     """Catches: lives or FIRE of one game that act on another, and a result that depends on the threads."""
@@ -160,6 +162,7 @@ def test_several_games_do_not_mix(atari_script, env_id):
                     np.testing.assert_array_equal(x[0], y[n])
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 def test_games_begin_with_no_ops(atari_script):
     """Catches: no no-ops at all, or as many in every game, so that an agent can learn one game by heart."""
     args = small_args(atari_script, env_id=PONG)
@@ -170,6 +173,7 @@ def test_games_begin_with_no_ops(atari_script):
     assert noops.max() - noops.min() <= 30
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 @pytest.mark.parametrize(("env_id", "sticky"), [("ALE/Pong-v5", True), (PONG, False)])
 def test_sticky_actions_are_those_of_the_id(atari_script, env_id, sticky):
     """Catches: sticky actions in NoFrameskip-v4, or none in v5; the v5 frame skip applied on top of the wrapper's."""
@@ -201,6 +205,7 @@ def test_a_random_frame_skip_is_refused(atari_script):
             atari_script.make_envs(small_args(atari_script, env_id=env_id), 1)
 
 
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 def test_a_game_is_truncated_at_its_limit_of_frames(atari_script, without_noops):
     """Catches: the limit counted in steps, no limit, or one that counts as a lost game."""
     env_id, frames = "MontezumaRevengeNoFrameskip-v4", 2000

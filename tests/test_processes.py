@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, flags, read_scalars, same_parameters, small_args
+from conftest import FOLD_SCRIPTS, ROOT, SMALL, flags, read_scalars, same_parameters, small_args
 from launcher import wait_until
 
 SIZE = 2  # processes
@@ -174,6 +174,7 @@ def test_averaged_gradients_are_those_of_the_whole_minibatch():
     together(average_halves, "ppo")
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_one_process_averages_nothing(script):
     """Catches: helpers that need torchrun."""
     x, items = torch.ones(3), [1, 2]
@@ -190,6 +191,7 @@ def test_one_process_averages_nothing(script):
         assert run.share("num_envs") == small_args(script).num_envs
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_what_cannot_be_shared_is_refused(script, monkeypatch):
     """Catches: a remainder of the envs or of a minibatch that is dropped silently."""
     monkeypatch.setattr(script, "num_processes", lambda: 3)

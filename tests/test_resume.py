@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ATARI_SCRIPTS, SMALL, flags, read_scalars, small_args
+from conftest import ATARI_SCRIPTS, FOLD_SCRIPTS, SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from launcher import wait_until
 
@@ -81,6 +81,7 @@ def test_exact_resume(script, monkeypatch, anneal):
     assert_same_end(run_dir, plain)
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_without_exact_resume_the_episodes_go_on(script, monkeypatch):
     """Catches: envs that are restarted at each checkpoint though nobody asked for it, or twice where somebody did."""
     resets, step = [], script.gym.vector.VectorWrapper.reset
@@ -101,6 +102,7 @@ def test_without_exact_resume_the_episodes_go_on(script, monkeypatch):
     assert resets == seeds  # once at the start, and after a checkpoint that an iteration follows
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_resumed_envs_are_seeded_anew(script, monkeypatch):
     """Catches: a resumed run that plays the first episodes again, or envs without a seed."""
     run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
@@ -124,6 +126,7 @@ def test_resumed_envs_are_seeded_anew(script, monkeypatch):
     assert not set(seeds[0]) & set(script.env_seeds(args, args.num_envs, script.TRAINING, 0))
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_the_log_goes_on_without_gap_or_overlap(script, monkeypatch):
     """Catches: steps that are logged twice, or missing, after a crash between two checkpoints."""
     total = 7 * small_args(script).batch_size
@@ -146,6 +149,7 @@ def test_the_log_goes_on_without_gap_or_overlap(script, monkeypatch):
     assert scalars["charts/learning_rate"] == [(step, pytest.approx(rate)) for step, rate in plan]
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_recent_returns_go_on(script, monkeypatch):
     """Catches: a mean of the last 100 returns that begins anew, and jumps, at a resume."""
     run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
@@ -154,6 +158,7 @@ def test_recent_returns_go_on(script, monkeypatch):
     assert load(run_dir)["recent_returns"][:2] == [-5.0, 7.25]
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_arguments_come_from_the_checkpoint_and_the_command_line(script, launcher):
     """Catches: a resume with default arguments, one that ignores those given anew, a run that cannot be extended."""
     args = small_args(script, seed=7, gamma=0.9)
@@ -172,6 +177,7 @@ def test_arguments_come_from_the_checkpoint_and_the_command_line(script, launche
     assert list(Path("runs").iterdir()) == [run_dir]
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_a_finished_run_stays_finished(script):
     """Catches: a resume that trains past the planned end, or that spoils what is there."""
     run_dir = script.train(small_args(script))

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, read_scalars, small_args
+from conftest import FOLD_SCRIPTS, ROOT, SMALL, read_scalars, small_args
 from test_processes import act_predictably, together, train_and_tell
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_a_minibatch_of_one_step_a_process_is_refused(script, monkeypatch):
     """Catches: advantages normalised by the deviation of a single step: NaN from the first update on."""
     monkeypatch.setattr(script, "num_processes", lambda: 2, raising=False)
@@ -40,7 +41,7 @@ def test_without_normalisation_one_step_a_process_is_enough():
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 1
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", FOLD_SCRIPTS)
 def test_explained_variance_is_of_the_whole_batch(name, monkeypatch):
     """Catches: the mean of each process's explained variance, which is that of no batch."""
     script = importlib.import_module(name)
