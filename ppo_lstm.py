@@ -718,9 +718,17 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
     return state
 
 
+def saved_args(folder: str) -> dict:
+    """The arguments in a run's checkpoint; those that this script has had since are told, and are at their defaults."""
+    saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"]
+    if added := {f.name for f in fields(Args) if f.init} - saved.keys():
+        print(f"the checkpoint lacks {', '.join(sorted(added))}: at the default, unless given")
+    return saved
+
+
 def upon_checkpoint(args: Args) -> Args:
     """The arguments of a run that goes on: those of its checkpoint, but for those that are not at their default."""
-    saved = load_checkpoint(run_folder(args.resume) / "checkpoint.pt")["args"]
+    saved = saved_args(args.resume)
     default = Args()
     names = [f.name for f in fields(args) if f.init and getattr(args, f.name) != getattr(default, f.name)]
     merged = Args(**saved | {name: getattr(args, name) for name in names} | dict(resume=None))
@@ -1139,7 +1147,7 @@ def parse_args() -> Args:
     parser.add_argument("--evaluate")
     known, _ = parser.parse_known_args(argv)
     folder = known.evaluate or known.resume
-    saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"] if folder else {}
+    saved = saved_args(folder) if folder else {}
     if known.evaluate:
         saved |= dict(eval_episodes=0, eval_every=0, deterministic=False, capture_video=False)
     default = Args(**saved)

@@ -72,6 +72,21 @@ def test_arguments_that_the_script_lacks_are_named(script):
         script.train(small_args(script, resume=str(run_dir)))
 
 
+def test_arguments_that_the_checkpoint_lacks_are_named(script, launcher):
+    """Catches: a script that has learnt a flag, and goes on with an older run at a default that nobody is told of."""
+    run_dir = script.train(small_args(script))
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    del state["args"]["vf_coef"]
+    torch.save(state, run_dir / "checkpoint.pt")
+    told = "the checkpoint lacks vf_coef: at the default, unless given"
+    further = ["--resume", str(run_dir), "--total-timesteps", str(2 * small_args(script).total_timesteps)]
+    play = ["--evaluate", str(run_dir), "--eval-episodes", "1"]
+    for argv, count in ((play, 1), (further, 1), (play, 0)):  # the run that went on has written what it goes by
+        process = launcher.run(script.__name__, *argv)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count(told) == count
+
+
 def test_env_kwargs(launcher):
     """Catches: what the env takes, lost on the way, or not kept for the evaluation; a traceback if it is wrong."""
     ppo = importlib.import_module("ppo")
