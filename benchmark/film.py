@@ -1,0 +1,48 @@
+"""Film trained agents side by side: one animated GIF made of an evaluated episode of each run.
+
+Run:   python benchmark/film.py runs/CartPole-v1__ppo__1__1700000000 runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000
+
+Each run's own script plays with `--evaluate --capture-video`, which leaves its videos in the run's folder.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from moviepy import VideoFileClip, clips_array
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def film(run_dir: Path, episodes: int) -> Path:
+    """Play with a run's agent; return the video of the longest of its episodes."""
+    (script,) = (path for path in run_dir.glob("ppo*.py") if "_from_" not in path.stem)
+    command = [sys.executable, str(ROOT / script.name), "--evaluate", str(run_dir), "--capture-video"]
+    subprocess.run([*command, "--eval-episodes", str(episodes)], check=True)
+    return max(run_dir.glob("videos/step_*/*.mp4"), key=lambda path: VideoFileClip(str(path)).duration)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "agents.gif")
+    parser.add_argument("--episodes", type=int, default=3, help="of which the longest is shown")
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--skip", type=float, default=2, help="seconds to leave out at the beginning")
+    parser.add_argument("--height", type=int, default=160)
+    parser.add_argument("--fps", type=int, default=12)
+    args = parser.parse_args()
+    clips = []
+    for run_dir in args.runs:
+        clip = VideoFileClip(str(film(run_dir, args.episodes)))
+        begin = max(0.0, min(args.skip, clip.duration - args.seconds))
+        clip = clip.subclipped(begin, min(clip.duration, begin + args.seconds)).resized(height=args.height)
+        clips.append(clip)
+    shortest = min(clip.duration for clip in clips)
+    clips_array([[clip.subclipped(0, shortest) for clip in clips]]).write_gif(str(args.out), fps=args.fps)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
