@@ -1,8 +1,8 @@
 """Film trained agents side by side: one animated GIF made of an evaluated episode of each run.
 
-Run:   python benchmark/film.py runs/CartPole-v1__ppo__1__1700000000 runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000
+Run:   python benchmark/film.py runs/CartPole-v1__ppo__1__1700000000 runs/PongNoFrameskip-v4__ppo_atari__1__1700000000
 
-Each run's own script plays with `--evaluate --capture-video`, which leaves its videos in the run's folder.
+The script that a folder names plays with `--evaluate --capture-video`, which leaves its videos in the run's folder.
 """
 
 import argparse
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def film(run_dir: Path, episodes: int) -> Path:
     """Play with a run's agent; return the video of the longest of its episodes."""
-    (script,) = (path for path in run_dir.glob("ppo*.py") if "_from_" not in path.stem)
-    command = [sys.executable, str(ROOT / script.name), "--evaluate", str(run_dir), "--capture-video"]
+    _, script, *_ = run_dir.name.split("__")
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--evaluate", str(run_dir), "--capture-video"]
     subprocess.run([*command, "--eval-episodes", str(episodes)], check=True)
     return max(run_dir.glob("videos/step_*/*.mp4"), key=lambda path: VideoFileClip(str(path)).duration)
 
