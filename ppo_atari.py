@@ -236,9 +236,9 @@ class Agent(nn.Module):
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         hidden = self.encode(obs)
-        log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; a Categorical in the open, and faster
+        log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; a Categorical written out is faster
         probs = log_probs.exp()
-        if action is None:  # the first of exponential clocks: multinomial, but three times as fast
+        if action is None:  # argmax of p / E, E ~ Exp(1), is a sample of p: as multinomial, but faster
             action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
         entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -306,7 +306,7 @@ def ppo_loss(
 
 
 def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ppo_loss for rows of a batch, by the agent of now; one function, so that --compile makes one graph."""
+    """Return ppo_loss of a minibatch under the current agent; one function, so that --compile makes one graph."""
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
@@ -316,7 +316,7 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
         args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
-        T, N = args.num_steps, run.share("num_envs")
+        T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
         minibatch_size = run.share("minibatch_size")
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
@@ -343,7 +343,7 @@ def train(args: Args) -> Path:
 
             # rollout
             if run.episodes_restart:
-                next_obs = run.reset(envs)
+                next_obs = run.reset(envs)  # at first; with --exact-resume after each checkpoint, too
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
@@ -377,7 +377,7 @@ def train(args: Args) -> Path:
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
                     optimizer.step()
                     stats.append(mb_stats | dict(grad_norm=grad_norm))
-                approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()
+                approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
 
@@ -401,7 +401,7 @@ def evaluate(
     video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(args.seed)  # the CPU's alone
+        torch.default_generator.manual_seed(args.seed)  # torch.manual_seed would reseed the GPU, too
         agent = Agent(envs, args)
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
@@ -515,9 +515,7 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     script, own = scripts.get(type(action_space).__name__), Path(__file__).name
     advice = f"use {script}"
     if script in (None, own):
-        advice = (
-            "it takes vectors (ppo_multidiscrete.py: or grids of 5x5 cells or more), and of Box actions float vectors"
-        )
+        advice = "it takes vectors (ppo_multidiscrete.py: grids from 5x5 cells, too), and of Box actions float vectors"
     return UserError(f"{args.env_id} has {spaces}, which {own} does not handle: {advice}")
 
 
@@ -620,7 +618,7 @@ def saved_args(folder: str) -> dict:
     """The arguments in a run's checkpoint; those that this script has had since are told, and are at their defaults."""
     saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"]
     if added := {f.name for f in fields(Args) if f.init} - saved.keys():
-        print(f"the checkpoint lacks {', '.join(sorted(added))}: at the default, unless given")
+        print(f"newer than the checkpoint, so at their defaults unless given: {', '.join(sorted(added))}")
     return saved
 
 
@@ -727,10 +725,9 @@ class Run(contextlib.ExitStack):
             self.wandb_run.finish()
         print(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
         if stop and not finished:
-            launcher = ["python"] if self.processes == 1 else ["torchrun", "--nproc-per-node", str(self.processes)]
-            print(
-                f"stopped by signal {stop}; to go on: {shlex.join([*launcher, __file__, '--resume', str(self.folder)])}"
-            )
+            launcher = "python" if self.processes == 1 else f"torchrun --nproc-per-node {self.processes}"
+            resume = shlex.join([__file__, "--resume", str(self.folder)])
+            print(f"stopped by signal {stop}; to go on: {launcher} {resume}")
             sys.exit(128 + stop)
 
     def open(self, agent: nn.Module, optimizer) -> None:
@@ -852,14 +849,12 @@ class Run(contextlib.ExitStack):
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
-        args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init} | dict(
-            resume=None, evaluate=None
-        )
+        args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init}
+        args |= dict(resume=None, evaluate=None)
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=args, rng=rng)
         state |= dict(iteration=self.iteration, global_step=self.global_step, wandb_id=self.wandb_id)
-        state["script"] = Path(__file__).name
-        state |= self.kept | dict(recent_returns=list(self.recent_returns))
+        state |= self.kept | dict(recent_returns=list(self.recent_returns), script=Path(__file__).name)
         buffer = io.BytesIO()
         torch.save(state, buffer)
         path = self.folder / "checkpoint.pt"
@@ -876,7 +871,8 @@ class Run(contextlib.ExitStack):
         """Go on where the checkpoint was; the envs begin new episodes."""
         state = load_checkpoint(self.folder / "checkpoint.pt")
         for name in BEGUN_WITH:
-            begun, given = state["args"].get(name), getattr(self.args, name, None)
+            given = getattr(self.args, name, None)
+            begun = state["args"].get(name, given)
             if begun != given:
                 flag = name.replace("_", "-")
                 raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
@@ -952,7 +948,9 @@ class Run(contextlib.ExitStack):
             return function
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True})
-        graph = torch.compile(function, mode="reduce-overhead")
+        graph = torch.compile(
+            function, options={"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
+        )
 
         def replay(*args):
             torch.compiler.cudagraph_mark_step_begin()
@@ -967,7 +965,7 @@ class Run(contextlib.ExitStack):
             nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
 
     def require_finite(self, x: float | Tensor) -> None:
-        """Stop the run before NaN or infinity spoils the parameters."""
+        """Stop the run before NaN or infinity is logged or saved."""
         if not math.isfinite(x):
             what = "an observation, a reward, the loss or its gradient is not finite"
             hint = "look for NaN in observations and rewards, or lower --learning-rate"
@@ -978,8 +976,8 @@ class Run(contextlib.ExitStack):
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])  # (minibatches, names)
         means = average(table.mean(0)).tolist()  # fetched at once, for it waits for a GPU
-        self.require_finite(sum(means))
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
+        self.require_finite(scalars["losses/grad_norm"])
         scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
         episodes = gather(self.episodes)
         self.episodes = []

@@ -31,11 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 
 
-def train(script: str, env_id: str, seed: int, work_dir: Path, extra: list[str]) -> Path:
+def train(script: str, env_id: str, seed: int, label: str, work_dir: Path, extra: list[str]) -> Path:
     """Train, or go on training, in work_dir; return the run's folder."""
-    name = f"{env_id.replace('/', '-')}__{Path(script).stem}__{seed}"
+    exp_name = Path(script).stem + (f"-{label}" if label else "")
+    name = f"{env_id.replace('/', '-')}__{exp_name}__{seed}"
     runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
-    arguments = ["--resume", str(runs[-1].parent)] if runs else ["--env-id", env_id, "--seed", str(seed)]
+    arguments = (
+        ["--resume", str(runs[-1].parent)]
+        if runs
+        else ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
+    )
     with open(work_dir / f"{name}.log", "a") as log:
         command = [sys.executable, str(ROOT / script), *arguments, *extra]
         subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
@@ -53,13 +58,14 @@ def read_curve(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(event.step, event.value, trained[event.step]) for event in events.Scalars("charts/episodic_return")]
 
 
-def machine() -> str:
-    """The cores that may be used, and what they are."""
+def machine(device: str = "cpu") -> str:
+    """The cores that may be used, what they are, and the GPU."""
     cpu = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", cpu.read_text()) if cpu.exists() else []
     name = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@", "", names[0] if names else platform.machine())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} core{'s' if cores > 1 else ''}, {' '.join(name.split())}"
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return f"{cores} core{'s' if cores > 1 else ''}, {' '.join(name.split())}{gpu}"
 
 
 def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
@@ -84,7 +90,7 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         mean = f"{sum(returns) / len(returns):.2f}"
         commit = rows.get(key, {}).get("commit", "unknown")
         if (run_dir / "command.txt").exists():
-            (commit, *_) = re.findall(r"git commit (\w{7})", (run_dir / "command.txt").read_text()) or [commit]
+            (commit, *_) = re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()) or [commit]
         row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", machine()]
         rows[key] = dict(zip(columns, row))
     with open(summary, "w", newline="") as file:
@@ -108,7 +114,7 @@ def main() -> None:
     runs, lock = {env_id: {} for env_id in args.env_ids}, threading.Lock()
 
     def job(env_id: str, seed: int) -> None:
-        run_dir = train(args.script, env_id, seed, args.work_dir.resolve(), extra)
+        run_dir = train(args.script, env_id, seed, args.label, args.work_dir.resolve(), extra)
         with lock:  # what is known so far is written after each run
             runs[env_id][seed] = run_dir
             write(args.script, env_id, args.label, runs[env_id])

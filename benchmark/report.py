@@ -36,20 +36,18 @@ PUBLISHED = {
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1"): ("19.2", DETAILS),
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1__unmasked"): ("7.8", DETAILS),
 }
-# script: its actions, its observations, its default task, millions of steps there, the task's name in throughput.csv
+# script: actions, observations, default task, millions of steps there; name and envs of that task in throughput.csv
 FRONT = {
-    "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole"),
-    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah"),
-    "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout"),
-    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.15, "cartpole-lstm"),
-    "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm"),
-    "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining"),
+    "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole", 4),
+    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah", 1),
+    "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout", 8),
+    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.15, "cartpole-lstm", 8),
+    "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
+    "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining", 8),
 }
-LABELS = {  # what the part of a name after the env means: the flags that it was made with
-    "unmasked": "--mask-actions False",
-    "float32": "--no-bf16",
-    "no-velocities": "the same observations as ppo_lstm.py",
-}
+# what the part of a name after the env means, and the flags that it was made with
+LABELS = {"unmasked": "no masks", "float32": "float32", "fresh-seeds": "seeds that no default was chosen by"}
+FLAGS = {"unmasked": " -- --mask-actions False", "float32": " -- --no-bf16"}
 TITLES = {
     "ppo": "Classic control",
     "ppo_continuous_action": "MuJoCo",
@@ -138,7 +136,7 @@ def table_of_scripts() -> str:
     """The README's table: what each script is for, its result and its speed on its default task."""
     lines = []
     by_env = group(read("summary.csv"), "script", "env_id")
-    for script, (actions, observations, env_id, millions, task) in FRONT.items():
+    for script, (actions, observations, env_id, millions, task, envs) in FRONT.items():
         runs = by_env.get((script, env_id), [])
         result = "not run yet"
         if runs:
@@ -150,7 +148,8 @@ def table_of_scripts() -> str:
             value, source = PUBLISHED[script, env_id]
             result += f" ({source}: {float(value.split()[0]):.1f} after {millions}M)"
         measured = [row for row in read("throughput.csv") if (row["task"], row["processes"]) == (task, "1")]
-        measured = [row for row in measured if (row["device"], row["compiled"]) == ("cpu", "no")]
+        plain = ("cpu", "no", str(envs))
+        measured = [row for row in measured if (row["device"], row["compiled"], row["num_envs"]) == plain]
         speed = f"{int(measured[-1]['ours']):,}"
         if measured[-1]["ratio"]:
             speed += f", {float(measured[-1]['ratio']):.1f} × Stable-Baselines3"
@@ -175,8 +174,14 @@ def page() -> str:
         if not rows:
             parts.append("Not run yet.\n")
             continue
-        envs = " ".join(dict.fromkeys(row["env_id"].partition("__")[0] for row in rows))
-        parts.append(f"```bash\npython benchmark/learning_curves.py --script {script}.py --env-ids {envs}\n```\n")
+        commands = []
+        for label in dict.fromkeys(row["env_id"].partition("__")[2] for row in rows):
+            chosen = [row for row in rows if row["env_id"].partition("__")[2] == label]
+            envs = " ".join(dict.fromkeys(row["env_id"].partition("__")[0] for row in chosen))
+            seeds = " ".join(sorted({row["seed"] for row in chosen}, key=int))
+            command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {envs} --seeds {seeds}"
+            commands.append(command + (f" --label {label}" if label else "") + FLAGS.get(label, ""))
+        parts.append("```bash\n" + "\n".join(commands) + "\n```\n")
         parts.append(table_of_returns(script, rows))
         parts.append(f"![Return against env steps](curves_{script}.png)\n")
     parts.append("## Speed\n")
@@ -259,7 +264,8 @@ def draw_scaling(rows: list[dict[str, str]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(12.8, 4.6), layout="constrained")
-    for (task,), points in group(rows, "task").items():
+    for (task, *_), points in group(rows, "task", "device", "compiled", "processes", "machine").items():
+        points.sort(key=lambda row: int(row["num_envs"]))
         envs = [int(row["num_envs"]) for row in points]
         for axis, column in zip(axes, ["ours", "peak_memory_mb"]):
             axis.plot(envs, [float(row[column]) for row in points], marker="o", label=task)

@@ -10,7 +10,7 @@ Run:   pip install -r benchmark/requirements.txt
 Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later; the runs
 take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the median of the pairs'
 ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not in it, on either
-side. Peak memory is that of the training process, of the first one where torchrun starts several.
+side. Peak memory is the host's, of the training process, of the first one where torchrun starts several.
 
 Results are printed and written to benchmark/results/throughput.csv, or with --scaling to scaling.csv, from which
 `python benchmark/report.py` makes the tables of docs/results.md.
@@ -69,7 +69,7 @@ COLUMNS += ["peak_memory_mb", "commit", "machine"]
 def arguments(task: str, num_envs: int) -> tuple[str, dict]:
     """A task's script and arguments, with as many envs, 0 for the task's own number."""
     name, changes = OURS[task]
-    return name, changes | (dict(num_envs=num_envs) if num_envs else {})
+    return name, dict(total_timesteps=10**9) | changes | (dict(num_envs=num_envs) if num_envs else {})
 
 
 def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: float) -> float:
@@ -78,7 +78,7 @@ def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: flo
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    changes |= dict(total_timesteps=10**9, anneal_lr=False, cuda=device == "cuda", compile=compiled)
+    changes |= dict(anneal_lr=False, cuda=device == "cuda", compile=compiled)
     args = script.Args(**changes)
     script.join_processes(args)
     logged, log = [], script.Run.log
@@ -176,8 +176,10 @@ def measure_one(request: dict) -> None:
 
 def commit() -> str:
     """The commit that is measured."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], check=False).returncode == 1
+    return head.stdout.strip() + ("-dirty" if changed else "") or "unknown"
 
 
 def write(path: Path, row: dict) -> None:
@@ -212,7 +214,15 @@ def main() -> None:
         return
     numbers = [1, 4, 16, 64, 256] if args.scaling else args.num_envs
     modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
+    begun_with, place = commit(), machine(args.device)
     for task, num_envs in [(task, number) for task in args.tasks for number in numbers]:
+        script, changes = arguments(task, num_envs)
+        module = importlib.import_module(script)
+        try:
+            envs = module.Args(**changes).num_envs
+        except module.UserError as error:  # such as fewer sequences than minibatches
+            print(f"{task} with {num_envs} envs: {error}")
+            continue
         setting = dict(task=task, num_envs=num_envs, device=args.device)
         with_peer = not (args.alone or task in WITHOUT_PEER)
         sides = [("ours", compiled) for compiled in modes] + [("sb3", False)] * with_peer
@@ -224,16 +234,14 @@ def main() -> None:
                 speed, peak = measure(name, processes, args.seconds, compiled=compiled, **setting)
                 speeds[side].append(speed)
                 peaks[side] = max(peaks[side], peak)
-        script, changes = arguments(task, num_envs)
         for compiled in modes:
             ours, peer = speeds["ours", compiled], speeds.get(("sb3", False))
             row = setting | dict(processes=args.processes, compiled="yes" if compiled else "no", repeats=args.repeats)
-            row["num_envs"] = importlib.import_module(script).Args(**changes).num_envs
-            row |= dict(ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
+            row |= dict(num_envs=envs, ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
             if peer:
                 ratio = statistics.median(a / b for a, b in zip(ours, peer))
                 row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")
-            row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}", commit=commit(), machine=machine())
+            row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}", commit=begun_with, machine=place)
             print(row, flush=True)
             write(RESULTS / ("scaling.csv" if args.scaling else "throughput.csv"), row)
 
