@@ -282,7 +282,7 @@ def train(args: Args) -> Path:
                     cut = truncations[step]
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
-            next_values = torch.cat([values[1:], get_value(to_tensor(next_obs))[None]])
+            next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
             # advantages

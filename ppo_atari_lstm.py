@@ -453,9 +453,7 @@ def train(args: Args) -> Path:
                     final_values[step, cut] = get_value(final_obs, next_state[cut], values.new_zeros(len(final_obs)))
                 next_starts = torch.as_tensor(terminations[step] | truncations[step]).float()
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
-            next_values = torch.cat(
-                [values[1:], get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))[None]]
-            )
+            next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
             # advantages

@@ -36,11 +36,8 @@ def train(script: str, env_id: str, seed: int, label: str, work_dir: Path, extra
     exp_name = Path(script).stem + (f"-{label}" if label else "")
     name = f"{env_id.replace('/', '-')}__{exp_name}__{seed}"
     runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
-    arguments = (
-        ["--resume", str(runs[-1].parent)]
-        if runs
-        else ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
-    )
+    begin = ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
+    arguments = ["--resume", str(runs[-1].parent)] if runs else begin
     with open(work_dir / f"{name}.log", "a") as log:
         command = [sys.executable, str(ROOT / script), *arguments, *extra]
         subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
