@@ -22,8 +22,3 @@ def test_cartpole(name):
     """Catches: whatever the other tests do not, if it keeps an agent from learning; the LSTM sees no velocities."""
     steps, least = LEARNS_CARTPOLE[name]
     assert evaluated_mean(name, total_timesteps=steps) >= least
-
-
-def test_cartpole_without_velocities_needs_a_memory():
-    """Catches: a task that ppo_lstm.py would solve without its LSTM."""
-    assert evaluated_mean("ppo", env_id="probe_envs:CartPoleHidden-v0", total_timesteps=80_000) < 150
