@@ -390,12 +390,12 @@ import ppo_multidiscrete as script, numpy as np
 envs = script.make_envs(script.Args(), 8)
 envs.reset(seed=1)
 env, rng, sizes = envs.unwrapped, np.random.default_rng(0), []
-for step in range(12_000):
+for step in range(6_000):
     units = (rng.random(env.unit_mask.shape) * env.unit_mask).argmax(1)
     choices = rng.random((8, 541)) * env.get_masks(units)
     parts = np.split(choices, env.first_choices[1:], 1)
     envs.step(np.stack([units, *(part.argmax(1) for part in parts[1:])], 1))
-    if step % 2000 == 1999:
+    if step % 1000 == 999:
         sizes.append(int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6)
 print(*sizes)
 """
