@@ -137,7 +137,7 @@ def table_of_scripts() -> str:
     lines = []
     by_env = group(read("summary.csv"), "script", "env_id")
     for script, (actions, observations, env_id, millions, task, envs) in FRONT.items():
-        runs = by_env.get((script, env_id), [])
+        runs = by_env.get((script, f"{env_id}__fresh-seeds")) or by_env.get((script, env_id), [])
         result = "not run yet"
         if runs:
             steps = max(int(run["global_step"]) for run in runs) / 1e6
