@@ -799,6 +799,8 @@ class Run(contextlib.ExitStack):
         hook = threading.excepthook
         self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is told once
         threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
+        while list(self.folder.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.05)  # the logs are read in the order of their names, which is time's but within a second
         self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
         if not self.args.resume:
             values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}

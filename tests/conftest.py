@@ -10,7 +10,6 @@ import pytest
 import torch
 from launcher import Launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmark")]
@@ -99,15 +98,6 @@ PROBED = {
 def in_tmp_path(tmp_path, monkeypatch):
     """Each test runs in an empty folder, where its runs/ goes."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def count_event_files_anew(monkeypatch):
-    """TensorBoard reads a run's files in the order of their names: time in seconds, process, count in that process.
-
-    A run of the tests is resumed in the same second and process, and a 10th file would come before the 9th.
-    """
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def pytest_configure(config):

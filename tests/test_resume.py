@@ -187,6 +187,24 @@ def test_a_finished_run_stays_finished(script):
     assert read_scalars(run_dir) == scalars
 
 
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_logs_of_one_second_stay_in_order(script, monkeypatch):
+    """Catches: curves that lose what came before a resume within the same second, for logs are read by their names."""
+    args = small_args(script)
+    run_dir = script.train(args)
+    (log,) = run_dir.glob("events.*")
+    start_writer = script.Run.start_writer
+
+    def start_in_the_second_of_the_last(run):
+        log.rename(run_dir / f"events.out.tfevents.{int(time.time())}.~")
+        start_writer(run)
+
+    monkeypatch.setattr(script.Run, "start_writer", start_in_the_second_of_the_last)
+    script.train(small_args(script, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
+    steps = [step for step, _ in read_scalars(run_dir)["charts/learning_rate"]]
+    assert steps == list(range(args.batch_size, 2 * args.total_timesteps + 1, args.batch_size))
+
+
 def test_kill_9_at_random_moments(script, launcher):
     """Catches: a torn checkpoint, progress that is lost, a log that overlaps, and any state that a kill loses."""
     rng = random.Random(script.__name__)
