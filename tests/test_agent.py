@@ -73,6 +73,50 @@ def test_recurrent_init(script):
                     torch.testing.assert_close(gram, torch.eye(len(gram)), rtol=0, atol=1e-5)
 
 
+def sample(script, layer: str, output: list[float], **changes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions for many equal observations, where the policy's last layer has this output, and their log-probability."""
+    args = small_args(script, **changes)
+    envs = script.make_envs(args, 1)
+    envs.close()
+    agent = script.Agent(envs, args)
+    setattr(agent, layer, nn.Flatten())
+    getattr(agent, layer).register_forward_hook(lambda _, x, y: torch.tensor(output).expand(len(x[0]), -1))
+    space = envs.single_observation_space
+    number = 1_000 if len(space.shape) > 1 else 20_000  # pixels take time
+    obs = torch.as_tensor(space.sample()).expand(number, *space.shape)
+    memory = [agent.memory.initial_state(number), torch.ones(number)] if "lstm" in script.__name__ else []
+    with torch.no_grad():
+        action, logprob, *_ = agent.get_action_and_value(obs, *memory)
+    return action, logprob
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_atari", "ppo_lstm", "ppo_atari_lstm"], indirect=True)
+def test_discrete_actions_are_samples_of_the_policy(script):
+    """Catches: a sampler of another distribution, which an agent can learn with all the same."""
+    torch.manual_seed(0)
+    pixels = "atari" in script.__name__
+    logits = torch.linspace(-2, 1, 4 if pixels else 3)
+    actions, logprobs = sample(script, "actor", logits.tolist(), **{} if pixels else {"env_id": "Acrobot-v1"})
+    p = logits.softmax(-1)
+    shares = actions.bincount(minlength=len(p)) / len(actions)
+    assert ((shares - p).abs() < 4 * (p * (1 - p) / len(actions)).sqrt()).all(), (shares, p)
+    torch.testing.assert_close(logprobs, p.log()[actions])
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_lstm"], indirect=True)
+def test_continuous_actions_are_samples_of_the_policy(script):
+    """Catches: a variance for a standard deviation, and a mean that is not the network's."""
+    torch.manual_seed(0)
+    layer = "actor" if script.__name__ == "ppo_lstm" else "actor_mean"
+    args = dict(env_id="Pendulum-v1", log_std_init=math.log(0.5))
+    actions, logprobs = sample(script, layer, [0.7], **args)
+    policy = torch.distributions.Normal(0.7, 0.5)
+    probabilities = policy.cdf(actions.flatten()).sort().values  # uniform, where they are the policy's samples
+    steps = torch.linspace(0, 1, len(actions))
+    assert (probabilities - steps).abs().max() < 1.95 / math.sqrt(len(actions))  # Kolmogorov and Smirnov, p = 0.001
+    torch.testing.assert_close(logprobs, policy.log_prob(actions.flatten()))
+
+
 def test_optimizer(script):
     """Catches: Adam's default epsilon, and parameters that are not trained."""
     args = small_args(script, anneal_lr=False, learning_rate=1e-3)
