@@ -35,8 +35,11 @@ import contextlib
 import functools
 import json
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of torch's threads: spinning, they crawl beside other work
 
 import ale_py
 import gymnasium as gym

@@ -37,9 +37,12 @@ import contextlib
 import functools
 import json
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of torch's threads: spinning, they crawl beside other work
 
 import gymnasium as gym
 import numpy as np

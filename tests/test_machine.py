@@ -47,6 +47,18 @@ def test_threads_are_those_of_the_share(script, share, machine, threads):
     assert script.num_threads(3) == 3
 
 
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"])
+@pytest.mark.parametrize("wanted", ["PASSIVE", "ACTIVE"])
+def test_threads_that_wait_sleep(name, wanted):
+    """Catches: a policy that is set when torch has read it already, or against the user's own."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "TRUE"}
+    if wanted == "ACTIVE":
+        environment["OMP_WAIT_POLICY"] = wanted
+    command = [sys.executable, "-c", f"import {name}"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    assert f"OMP_WAIT_POLICY = '{wanted}'" in told
+
+
 def test_where_no_share_is_known(script, share, monkeypatch):
     """Catches: a crash on systems without affinity or cgroups."""
     share(host=6)
