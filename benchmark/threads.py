@@ -1,6 +1,6 @@
 """Threads on a machine that is idle, busy, or a small share of a large one: ppo_atari.py with each setting in turn.
 
-Run:   python benchmark/threads.py --repeats 3        (about ten minutes; writes benchmark/results/threads.csv)
+Run:   python benchmark/threads.py --repeats 3        (about 15 minutes; writes benchmark/results/threads.csv)
 
 Busy: two processes per core compute besides. Spinning is what torch's threads do by default while they wait for each
 other, sleeping is what the scripts ask for. 64 threads are what a host's 64 cores would be counted as, were the share
@@ -21,22 +21,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 MANY = ["--torch-threads", "64", "--env-threads", "64"]
 ONE = ["--torch-threads", "1", "--env-threads", "1"]
-SETTINGS = {  # (machine, setting): OMP_WAIT_POLICY, arguments; an empty policy is libgomp's default, to spin a while
-    ("idle", "a thread per core of the share, sleeping: the default"): ("PASSIVE", []),
-    ("idle", "a thread per core of the share, spinning"): ("", []),
-    ("idle", "one thread"): ("PASSIVE", ONE),
-    ("idle", "64 threads, spinning"): ("", MANY),
-    ("busy", "a thread per core of the share, sleeping: the default"): ("PASSIVE", []),
-    ("busy", "a thread per core of the share, spinning"): ("", []),
-    ("busy", "one thread"): ("PASSIVE", ONE),
+SPIN = {"GOMP_SPINCOUNT": "300000"}  # libgomp's default, where no policy is set
+SETTINGS = {  # (machine, setting): environment, arguments
+    ("idle", "a thread per core of the share, sleeping: the default"): ({}, []),
+    ("idle", "a thread per core of the share, spinning"): (SPIN, []),
+    ("idle", "one thread"): ({}, ONE),
+    ("idle", "64 threads, spinning"): (SPIN, MANY),
+    ("busy", "a thread per core of the share, sleeping: the default"): ({}, []),
+    ("busy", "a thread per core of the share, spinning"): (SPIN, []),
+    ("busy", "one thread"): ({}, ONE),
 }
 
 
-def measure(policy: str, arguments: list[str]) -> float:
+def measure(environment: dict[str, str], arguments: list[str]) -> float:
     """Env steps per second of a short run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "ppo_atari.py"), "--num-steps", "64", "--total-timesteps", "1024"]
-        environment = os.environ | {"OMP_WAIT_POLICY": policy}
+        environment = os.environ | environment
         subprocess.run([*command, *arguments], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         (run_dir,) = Path(folder, "runs").iterdir()
         return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value
@@ -49,11 +50,11 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     speeds = {setting: [] for setting in SETTINGS}
     for _ in range(args.repeats):
-        for (state, name), (policy, arguments) in SETTINGS.items():
+        for (state, name), (environment, arguments) in SETTINGS.items():
             number = 2 * cores if state == "busy" else 0
             others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
             try:
-                speeds[state, name].append(measure(policy, arguments))
+                speeds[state, name].append(measure(environment, arguments))
             finally:
                 for process in others:
                     process.kill()

@@ -67,10 +67,9 @@ def test_resumed_twice_is_bit_identical(script, monkeypatch):
     assert_same_end(first, second)
 
 
-@pytest.mark.parametrize("anneal", ["annealed", "constant"])
-def test_exact_resume(script, monkeypatch, anneal):
+def test_exact_resume(script, monkeypatch):
     """Catches: any state that the checkpoint lacks: a random stream, Adam's moments, statistics, the envs' seeds."""
-    options = dict(exact_resume=True, checkpoint_every=1 if anneal == "annealed" else 2, anneal_lr=anneal == "annealed")
+    options = dict(exact_resume=True, checkpoint_every=2)
     options["total_timesteps"] = 7 * small_args(script).batch_size
     plain = script.train(small_args(script, **options))
     run_dir = crash(monkeypatch, script, in_iteration(script, 3), **options)
@@ -205,6 +204,7 @@ def test_logs_of_one_second_stay_in_order(script, monkeypatch):
     assert steps == list(range(args.batch_size, 2 * args.total_timesteps + 1, args.batch_size))
 
 
+@pytest.mark.parametrize("script", [*FOLD_SCRIPTS, "ppo_atari"], indirect=True)
 def test_kill_9_at_random_moments(script, launcher):
     """Catches: a torn checkpoint, progress that is lost, a log that overlaps, and any state that a kill loses."""
     rng = random.Random(script.__name__)
