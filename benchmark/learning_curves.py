@@ -31,16 +31,24 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 
 
+def file_name(env_id: str) -> str:
+    """The env's id as the names of folders have it."""
+    return env_id.replace("/", "-").replace(":", "-")
+
+
 def train(script: str, env_id: str, seed: int, label: str, work_dir: Path, extra: list[str]) -> Path:
     """Train, or go on training, in work_dir; return the run's folder."""
     exp_name = Path(script).stem + (f"-{label}" if label else "")
-    name = f"{env_id.replace('/', '-')}__{exp_name}__{seed}"
+    name = f"{file_name(env_id)}__{exp_name}__{seed}"
     runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
     begin = ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
     arguments = ["--resume", str(runs[-1].parent)] if runs else begin
+    paths = os.pathsep.join(
+        [str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")]
+    )  # for envs that are modules here
     with open(work_dir / f"{name}.log", "a") as log:
-        command = [sys.executable, str(ROOT / script), *arguments, *extra]
-        subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
+        command, environment = [sys.executable, str(ROOT / script), *arguments, *extra], {"PYTHONPATH": paths}
+        subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True, env=os.environ | environment)
     return sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))[-1].parent
 
 
@@ -67,7 +75,7 @@ def machine(device: str = "cpu") -> str:
 
 def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     """Write the curves of one env, and its runs' lines of the summary."""
-    env_name = env_id.replace("/", "-") + (f"__{label}" if label else "")
+    env_name = file_name(env_id) + (f"__{label}" if label else "")
     stem = f"{Path(script).stem}__{env_name}"
     with open(RESULTS / f"{stem}.csv", "w", newline="") as file:
         writer = csv.writer(file)
@@ -93,7 +101,7 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     with open(summary, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows[key] for key in sorted(rows))
+        writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (*key[:2], int(key[2]))))
 
 
 def main() -> None:

@@ -46,8 +46,31 @@ FRONT = {
     "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining", 8),
 }
 # what the part of a name after the env means, and the flags that it was made with
-LABELS = {"unmasked": "no masks", "float32": "float32", "fresh-seeds": "seeds that no default was chosen by"}
-FLAGS = {"unmasked": " -- --mask-actions False", "float32": " -- --no-bf16"}
+LABELS = {
+    "unmasked": "no masks",
+    "float32": "float32",
+    "fresh-seeds": "seeds that no default was chosen by",
+    "bootstrap": "a time limit is bootstrapped",
+    "150k": "150k steps",
+    "time-limit-as-end": "a time limit is taken for an end",
+}
+FLAGS = {"unmasked": " -- --mask-actions False", "float32": " -- --no-bf16", "150k": " -- --total-timesteps 150000"}
+# results that make a figure together: its title, the script, the names, the command that makes them, what is seen
+COMPARISONS = {
+    "bootstrap": (
+        "What the value after a time limit buys",
+        "ppo_continuous_action",
+        ["Pendulum-v1__bootstrap", "Pendulum-v1__time-limit-as-end"],
+        "python benchmark/bootstrap.py --seeds {seeds} -- --total-timesteps 300000",
+        "Pendulum never ends: after 200 steps its episodes are cut. The same script, and the same with one line "
+        "changed, so that being cut counts as the end, after which no reward is expected, as in many scripts.",
+    )
+}
+COMPARED = [(script, name) for _, script, names, *_ in COMPARISONS.values() for name in names]
+NOTES = {
+    "ppo": "CartPoleHidden-v1 shows positions and no velocities, as `ppo_lstm.py` sees CartPole: what a memory is for.",
+    "ppo_lstm": "The defaults were chosen among about 15 settings by seeds 1 to 4, so these seeds flatter them.",
+}
 TITLES = {
     "ppo": "Classic control",
     "ppo_continuous_action": "MuJoCo",
@@ -167,7 +190,8 @@ def page() -> str:
         "env, the seed and what the table names; the steps are those that a run has made so far. Curves are "
         "smoothed over a fiftieth of a run.\n",
     ]
-    by_script = group(read("summary.csv"), "script")
+    results = read("summary.csv")
+    by_script = group([row for row in results if (row["script"], row["env_id"]) not in COMPARED], "script")
     for script, title in TITLES.items():
         rows = by_script.get((script,), [])
         parts.append(f"## {title}: `{script}.py`\n")
@@ -178,17 +202,28 @@ def page() -> str:
         for label in dict.fromkeys(row["env_id"].partition("__")[2] for row in rows):
             chosen = [row for row in rows if row["env_id"].partition("__")[2] == label]
             envs = " ".join(dict.fromkeys(row["env_id"].partition("__")[0] for row in chosen))
+            envs = envs.replace("hidden-", "hidden:")  # the module of that env
             seeds = " ".join(sorted({row["seed"] for row in chosen}, key=int))
             command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {envs} --seeds {seeds}"
             commands.append(command + (f" --label {label}" if label else "") + FLAGS.get(label, ""))
         parts.append("```bash\n" + "\n".join(commands) + "\n```\n")
+        if script in NOTES:
+            parts.append(NOTES[script] + "\n")
         parts.append(table_of_returns(script, rows))
         parts.append(f"![Return against env steps](curves_{script}.png)\n")
+    for key, (title, script, names, command, text) in COMPARISONS.items():
+        rows = [row for row in results if row["script"] == script and row["env_id"] in names]
+        if not rows:
+            continue
+        seeds = " ".join(sorted({row["seed"] for row in rows}, key=int))
+        parts.append(f"## {title}\n\n{text}\n\n```bash\n{command.format(seeds=seeds)}\n```\n")
+        parts.append(table_of_returns(script, rows))
+        parts.append(f"![Return against env steps]({key}.png)\n")
     parts.append("## Speed\n")
     parts.append(
         "Env steps per second with updates, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for the "
         "LSTM sb3-contrib's RecurrentPPO) in turn, on the same settings; the medians, and the median of the pairs' "
-        "ratios.\n"
+        "ratios. Rows of commit 94fb592 are means of whole runs; later ones leave out the first iteration.\n"
     )
     parts.append(table_of_speeds(read("throughput.csv")))
     if rows := read("scaling.csv"):
@@ -214,40 +249,65 @@ def smooth(steps, returns, width: int = 50):
     return steps[window - 1 :], np.convolve(returns, np.ones(window) / window, mode="valid")
 
 
-def draw(script: str) -> None:
-    """A panel per env: thin seeds, their mean with a band of one standard deviation, the published return dashed."""
+def draw_curves(axis, path: Path, color: str, name: str = "") -> None:
+    """Thin seeds, and their mean with a band of one standard deviation."""
+    import numpy as np
+
+    curves = [
+        smooth(*np.array([(float(r["global_step"]), float(r["episodic_return"])) for r in run]).T)
+        for run in group(read(path.name), "seed").values()
+    ]
+    for steps, returns in curves:
+        axis.plot(steps / 1e6, returns, linewidth=0.8, alpha=0.5, color=color)
+    if len(curves) > 1:
+        grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+        values = np.stack([np.interp(grid, x, y) for x, y in curves])
+        mean, std = values.mean(0), values.std(0)
+        label = f"{name or 'mean'} of {len(curves)} seeds"
+        axis.plot(grid / 1e6, mean, linewidth=2.2, color=color, label=label)
+        axis.fill_between(grid / 1e6, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
+    axis.set_xlabel("env steps, millions")
+    axis.set_ylabel("episodic return")
+    axis.grid(alpha=0.25)
+
+
+def draw_comparison(key: str) -> None:
+    """The curves of several results in one panel."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
-    paths = sorted(RESULTS.glob(f"{script}__*.csv"))
+    _, script, names, *_ = COMPARISONS[key]
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    for number, name in enumerate(names):
+        env_id, _, label = name.partition("__")
+        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", f"{LABELS[label]}: mean")
+    axis.set_title(env_id, fontsize=13)
+    axis.legend(loc="lower right")
+    figure.savefig(ROOT / "docs" / f"{key}.png", dpi=80)
+    plt.close(figure)
+
+
+def draw(script: str) -> None:
+    """A panel per env, with the published return dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    paths = [p for p in sorted(RESULTS.glob(f"{script}__*.csv")) if tuple(p.stem.split("__", 1)) not in COMPARED]
     columns = min(2, len(paths))
     rows = -(-len(paths) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.2 * rows), squeeze=False, layout="constrained")
     for number, (axis, path) in enumerate(zip(axes.flat, paths)):
         name, color = path.stem.split("__", 1)[1], f"C{number}"
-        curves = [
-            smooth(*np.array([(float(r["global_step"]), float(r["episodic_return"])) for r in run]).T)
-            for run in group(read(path.name), "seed").values()
-        ]
-        for steps, returns in curves:
-            axis.plot(steps / 1e6, returns, linewidth=0.8, alpha=0.5, color=color)
-        if len(curves) > 1:
-            grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-            values = np.stack([np.interp(grid, x, y) for x, y in curves])
-            mean, std = values.mean(0), values.std(0)
-            axis.plot(grid / 1e6, mean, linewidth=2.2, color=color, label=f"mean of {len(curves)} seeds")
-            axis.fill_between(grid / 1e6, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
+        draw_curves(axis, path, color)
         if (script, name) in PUBLISHED:
             value, source = PUBLISHED[script, name]
             axis.axhline(float(value.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
         env_id, _, label = name.partition("__")
         axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
-        axis.set_xlabel("env steps, millions")
-        axis.set_ylabel("episodic return")
-        axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc="lower right")
     for axis in axes.flat[len(paths) :]:
@@ -286,6 +346,9 @@ def main() -> None:
     PAGE.write_text(page())
     before, _, rest = README.read_text().partition(START)
     README.write_text(before + START + table_of_scripts() + END + rest.partition(END)[2])
+    for key, (_, script, names, *_) in COMPARISONS.items():
+        if all((RESULTS / f"{script}__{name}.csv").exists() for name in names):
+            draw_comparison(key)
     for script in TITLES:
         if list(RESULTS.glob(f"{script}__*.csv")):
             draw(script)
