@@ -41,12 +41,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of torch's threads: spinning, they crawl beside other work
 
-import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from ale_py.vector_env import AtariVectorEnv
+from ale_py.vector_env import AtariVectorEnv  # registers the games, too
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, RecordVideo
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
@@ -163,11 +162,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     truncate a game. infos["final_obs"] is valid only where a game ended. To record games in `video_dir`, they run in
     gymnasium's own wrappers, whose observations are the same. Raises UserError for an id that is no Atari game.
     """
-    try:
-        gym.register_envs(ale_py)
-        spec = gym.spec(args.env_id)
-    except gym.error.Error as error:
-        raise unknown_env(args, error) from None
+    spec = find_spec(args)
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
         others = "ppo.py for Discrete actions and vectors, ppo_continuous_action.py for Box actions"
         advice = f"give an id like BreakoutNoFrameskip-v4 or ALE/Breakout-v5, or use {others}"
@@ -206,13 +201,6 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 @torch.compiler.disable
@@ -615,6 +603,36 @@ def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
     return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
 
 
+def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
+    """What gymnasium knows of the env."""
+    try:
+        return gym.spec(args.env_id)
+    except (gym.error.Error, ImportError) as error:
+        raise unknown_env(args, error) from None
+
+
+def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
+    """Envs in SAME_STEP autoreset, filmed if there is a `video_dir`; a process each with --vectorization async."""
+
+    def make_one() -> gym.Env:
+        prepare_process(args)
+        env = make_env()
+        if video_dir:
+            asked_for = lambda episode: episode < args.eval_episodes
+            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
+        return env
+
+    vector_env = gym.vector.SyncVectorEnv
+    if args.vectorization == "async" and not video_dir:
+        vector_env = gym.vector.AsyncVectorEnv
+    try:
+        envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        raise unknown_env(args, error, *known) from None
+    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    return envs
+
+
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     """The answer to an env with spaces that this script does not handle; closes it."""
     envs.close()
@@ -655,6 +673,13 @@ def num_threads(wanted: int) -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return wanted or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 def keep_freed_memory() -> None:

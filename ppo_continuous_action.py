@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
@@ -120,24 +120,15 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     """
 
     def make_env() -> gym.Env:
-        prepare_process(args)
         options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
         env = gym.make(args.env_id, disable_env_checker=True, **options)
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
         if not isinstance(env.observation_space, Box):  # Discrete ones become one-hot, Dict and Tuple ones are joined
             env = gym.wrappers.FlattenObservation(env)
-        if video_dir:
-            asked_for = lambda episode: episode < args.eval_episodes
-            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
 
-    vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
-    try:
-        envs = vector_env([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise unknown_env(args, error) from None
-    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    envs = vectorize(make_env, args, num_envs, video_dir)
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
     if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and is_float):
@@ -508,6 +499,36 @@ def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
     return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
 
 
+def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
+    """What gymnasium knows of the env."""
+    try:
+        return gym.spec(args.env_id)
+    except (gym.error.Error, ImportError) as error:
+        raise unknown_env(args, error) from None
+
+
+def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
+    """Envs in SAME_STEP autoreset, filmed if there is a `video_dir`; a process each with --vectorization async."""
+
+    def make_one() -> gym.Env:
+        prepare_process(args)
+        env = make_env()
+        if video_dir:
+            asked_for = lambda episode: episode < args.eval_episodes
+            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
+        return env
+
+    vector_env = gym.vector.SyncVectorEnv
+    if args.vectorization == "async" and not video_dir:
+        vector_env = gym.vector.AsyncVectorEnv
+    try:
+        envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        raise unknown_env(args, error, *known) from None
+    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    return envs
+
+
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     """The answer to an env with spaces that this script does not handle; closes it."""
     envs.close()
@@ -548,6 +569,13 @@ def num_threads(wanted: int) -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return wanted or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 def keep_freed_memory() -> None:

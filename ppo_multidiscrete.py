@@ -49,7 +49,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, MultiDiscrete
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
@@ -131,22 +131,13 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         raise UserError(f"{args.env_id} does not tell which actions are invalid: leave --mask-actions out")
 
     def make_env() -> gym.Env:
-        prepare_process(args)
         options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
         env = gym.make(args.env_id, disable_env_checker=True, **options)
         if isinstance(env.action_space, MultiDiscrete) and (start := env.action_space.start).any():  # we count from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, MultiDiscrete(env.action_space.nvec))
-        if video_dir:
-            asked_for = lambda episode: episode < args.eval_episodes
-            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
 
-    vector_env = AsyncVectorEnv if args.vectorization == "async" and not video_dir else SyncVectorEnv
-    try:
-        envs = vector_env([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise unknown_env(args, error, *MICRORTS) from None
-    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    envs = vectorize(make_env, args, num_envs, video_dir, *MICRORTS)
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     is_grid = len(obs_space.shape or ()) == 3 and min(obs_space.shape[:2]) >= 5  # (H, W, C), as the CNN needs it
     is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)
@@ -160,13 +151,6 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 class Agent(nn.Module):
@@ -830,6 +814,36 @@ def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
     return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
 
 
+def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
+    """What gymnasium knows of the env."""
+    try:
+        return gym.spec(args.env_id)
+    except (gym.error.Error, ImportError) as error:
+        raise unknown_env(args, error) from None
+
+
+def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
+    """Envs in SAME_STEP autoreset, filmed if there is a `video_dir`; a process each with --vectorization async."""
+
+    def make_one() -> gym.Env:
+        prepare_process(args)
+        env = make_env()
+        if video_dir:
+            asked_for = lambda episode: episode < args.eval_episodes
+            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
+        return env
+
+    vector_env = gym.vector.SyncVectorEnv
+    if args.vectorization == "async" and not video_dir:
+        vector_env = gym.vector.AsyncVectorEnv
+    try:
+        envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        raise unknown_env(args, error, *known) from None
+    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    return envs
+
+
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     """The answer to an env with spaces that this script does not handle; closes it."""
     envs.close()
@@ -870,6 +884,13 @@ def num_threads(wanted: int) -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return wanted or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware; where it does not, float32 is faster."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 def keep_freed_memory() -> None:
