@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, read_scalars, same_parameters, small_args
+from conftest import FOUR_SCRIPTS, SCRIPTS, read_scalars, same_parameters, small_args
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -44,6 +44,7 @@ def new_agent(script):
     return script.Agent(envs, args)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, indirect=True)
 def test_orthogonal_init(script):
     """Catches: a layer with PyTorch's default weights, or with another layer's gain."""
     agent = new_agent(script)
@@ -59,6 +60,7 @@ def test_orthogonal_init(script):
     assert set(gains.values()) == {math.sqrt(2), 0.01, 1.0}
 
 
+@pytest.mark.parametrize("script", ["ppo_lstm", "ppo_atari_lstm"], indirect=True)
 def test_recurrent_init(script):
     """Catches: LSTM weights that are orthogonal as a whole only, or its two biases at random."""
     for module in new_agent(script).modules():
@@ -275,7 +277,7 @@ def test_losses_are_logged_as_means_over_the_update(script, spies):
     assert all(value > 0 for _, value in scalars["charts/SPS"])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*FOUR_SCRIPTS, "ppo_atari"])
 def test_sync_equals_async(name):
     """Catches: an async env that is seeded, reset or read otherwise than a sync one."""
     script = __import__(name)

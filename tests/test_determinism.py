@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars, same_parameters, small_args
+from conftest import FOUR_SCRIPTS, read_scalars, same_parameters, small_args
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_same_seed_same_parameters(script):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_other_seed_other_parameters(script):
     """Catches: a seed that is not used."""
     assert not same_parameters(script.train(small_args(script)), script.train(small_args(script, seed=2)))
@@ -78,6 +79,7 @@ def test_seeds_share_no_env_stream(script):
     assert few == many[:2]
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_training_uses_the_seeds(script, reset_seeds):
     """Catches: envs that are reset without a seed, or all with the same."""
     args = small_args(script)

@@ -8,7 +8,7 @@ import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI_SCRIPTS, read_scalars, small_args
+from conftest import ATARI_SCRIPTS, FOUR_SCRIPTS, read_scalars, small_args
 from gymnasium.wrappers import RecordVideo
 
 import ppo
@@ -70,6 +70,7 @@ def test_returns_are_of_whole_episodes_and_raw_rewards(script, recorders):
     assert not atari or max(map(max, episodes)) >= 5
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_evaluation_is_repeatable_and_alone(script, checkpoint, monkeypatch):
     """Catches: an evaluation that depends on what was random before, or that moves what is random after."""
     torch.manual_seed(5)
@@ -104,6 +105,7 @@ def test_deterministic_takes_the_most_likely_action(script, checkpoint, monkeypa
     assert script.evaluate(checkpoint, 1, deterministic=True) == first
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_evaluations_during_training_are_logged(script):
     """Catches: an evaluation of another agent than the one at that step, at other steps, or not of its return."""
     args = small_args(script, checkpoint_every=2, eval_every=2, eval_episodes=2)
@@ -118,6 +120,7 @@ def test_evaluations_during_training_are_logged(script):
     assert "eval/episodic_return" not in read_scalars(script.train(small_args(script)))
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_the_command(script, launcher, checkpoint):
     """Catches: numbers that are not those of the episodes, and an evaluation that changes the run."""
     run_dir = checkpoint.parent

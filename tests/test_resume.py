@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ATARI_SCRIPTS, FOLD_SCRIPTS, SMALL, flags, read_scalars, small_args
+from conftest import ATARI_SCRIPTS, FOLD_SCRIPTS, SCRIPTS, SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from launcher import wait_until
 
@@ -67,6 +67,7 @@ def test_resumed_twice_is_bit_identical(script, monkeypatch):
     assert_same_end(first, second)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, indirect=True)
 def test_exact_resume(script, monkeypatch):
     """Catches: any state that the checkpoint lacks: a random stream, Adam's moments, statistics, the envs' seeds."""
     options = dict(exact_resume=True, checkpoint_every=2)
