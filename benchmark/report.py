@@ -210,7 +210,7 @@ def page() -> str:
         if script in NOTES:
             parts.append(NOTES[script] + "\n")
         parts.append(table_of_returns(script, rows))
-        parts.append(f"![Return against env steps](curves_{script}.png)\n")
+        parts.append(f"![Return against env steps and minutes](curves_{script}.png)\n")
     for key, (title, script, names, command, text) in COMPARISONS.items():
         rows = [row for row in results if row["script"] == script and row["env_id"] in names]
         if not rows:
@@ -249,24 +249,28 @@ def smooth(steps, returns, width: int = 50):
     return steps[window - 1 :], np.convolve(returns, np.ones(window) / window, mode="valid")
 
 
-def draw_curves(axis, path: Path, color: str, name: str = "") -> None:
-    """Thin seeds, and their mean with a band of one standard deviation."""
+UNITS = {"global_step": ("env steps, millions", 1e6), "minutes": ("minutes of training", 1)}
+
+
+def draw_curves(axis, path: Path, color: str, name: str = "", against: str = "global_step") -> None:
+    """Thin seeds, and their mean with a band of one standard deviation; one seed alone is no thinner than a mean."""
     import numpy as np
 
+    label, unit = UNITS[against]
     curves = [
-        smooth(*np.array([(float(r["global_step"]), float(r["episodic_return"])) for r in run]).T)
+        smooth(*np.array([(float(r[against]) / unit, float(r["episodic_return"])) for r in run]).T)
         for run in group(read(path.name), "seed").values()
     ]
+    alone = len(curves) == 1
     for steps, returns in curves:
-        axis.plot(steps / 1e6, returns, linewidth=0.8, alpha=0.5, color=color)
-    if len(curves) > 1:
+        axis.plot(steps, returns, linewidth=1.6 if alone else 0.8, alpha=1 if alone else 0.5, color=color)
+    axis.set_xlabel(label)
+    if not alone:
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
         values = np.stack([np.interp(grid, x, y) for x, y in curves])
         mean, std = values.mean(0), values.std(0)
-        label = f"{name or 'mean'} of {len(curves)} seeds"
-        axis.plot(grid / 1e6, mean, linewidth=2.2, color=color, label=label)
-        axis.fill_between(grid / 1e6, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
-    axis.set_xlabel("env steps, millions")
+        axis.plot(grid, mean, linewidth=2.2, color=color, label=f"{name or 'mean'} of {len(curves)} seeds")
+        axis.fill_between(grid, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
     axis.set_ylabel("episodic return")
     axis.grid(alpha=0.25)
 
@@ -290,19 +294,22 @@ def draw_comparison(key: str) -> None:
 
 
 def draw(script: str) -> None:
-    """A panel per env, with the published return dashed."""
+    """A panel per env against steps, one against minutes where they are known, and the published return dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     paths = [p for p in sorted(RESULTS.glob(f"{script}__*.csv")) if tuple(p.stem.split("__", 1)) not in COMPARED]
-    columns = min(2, len(paths))
-    rows = -(-len(paths) // columns)
+    panels = [(number, path, "global_step") for number, path in enumerate(paths)]
+    panels += [(number, path, "minutes") for number, path in enumerate(paths) if "minutes" in read(path.name)[0]]
+    panels.sort()
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.2 * rows), squeeze=False, layout="constrained")
-    for number, (axis, path) in enumerate(zip(axes.flat, paths)):
-        name, color = path.stem.split("__", 1)[1], f"C{number}"
-        draw_curves(axis, path, color)
+    for axis, (number, path, against) in zip(axes.flat, panels):
+        name = path.stem.split("__", 1)[1]
+        draw_curves(axis, path, f"C{number}", against=against)
         if (script, name) in PUBLISHED:
             value, source = PUBLISHED[script, name]
             axis.axhline(float(value.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
@@ -310,7 +317,7 @@ def draw(script: str) -> None:
         axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc="lower right")
-    for axis in axes.flat[len(paths) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.savefig(ROOT / "docs" / f"curves_{script}.png", dpi=80)
     plt.close(figure)
