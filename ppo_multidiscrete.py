@@ -818,7 +818,7 @@ def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
     """What gymnasium knows of the env."""
     try:
         return gym.spec(args.env_id)
-    except (gym.error.Error, ImportError) as error:
+    except gym.error.Error as error:
         raise unknown_env(args, error) from None
 
 
@@ -863,7 +863,7 @@ def prepare_process(args: Args) -> None:
         raise UserError(f"{args.env_id} is an Atari game: use ppo_atari.py or ppo_atari_lstm.py")
     if args.env_id.startswith("Microrts") and "multidiscrete" not in __file__:
         raise UserError(f"{args.env_id} is a MicroRTS task: use ppo_multidiscrete.py")
-    if multiprocessing.parent_process() and hasattr(os, "setpgrp"):
+    if multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv") and hasattr(os, "setpgrp"):
         os.setpgrp()
     spec = gym.registry.get(args.env_id)
     if spec and "mujoco" in str(spec.entry_point):
@@ -1066,8 +1066,6 @@ class Run(contextlib.ExitStack):
             self.global_step += args.batch_size
             yield self.iteration
         self.close()
-        if self.wandb_run:
-            self.wandb_run.finish()
         print(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
         if stop and not finished:
             launcher = "python" if self.processes == 1 else f"torchrun --nproc-per-node {self.processes}"
@@ -1155,6 +1153,11 @@ class Run(contextlib.ExitStack):
 
     def start_wandb(self) -> None:
         """Mirror the log to wandb, to the run of the checkpoint if there is one; no failure of it stops a run."""
+
+        def finish(kind, *_) -> None:
+            with contextlib.suppress(Exception):
+                wandb.finish(exit_code=1 if kind else 0)
+
         try:
             import wandb
 
@@ -1163,10 +1166,12 @@ class Run(contextlib.ExitStack):
             names |= dict(group=f"{args.env_id}__{args.exp_name}", job_type="train", tags=args.wandb_tags.split())
             names |= dict(id=self.wandb_id, resume="allow", save_code=True)
             self.wandb_run = wandb.init(**names, config=config, sync_tensorboard=True)
+            self.push(finish)
             self.wandb_run.define_metric("*", step_metric="global_step")
             self.wandb_run.log_code(str(self.folder))  # save_code finds a script in or below the current folder only
             self.wandb_id = self.wandb_run.id
         except Exception as error:  # no network, no login
+            self.wandb_run = None
             print(f"wandb is off for this run: {error}", file=sys.stderr)
 
     def catch_signals(self) -> None:
@@ -1247,17 +1252,18 @@ class Run(contextlib.ExitStack):
             returns = evaluate(
                 self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video
             )
+            self.evaluating = False
         except KeyboardInterrupt:
-            returns = []
-        self.evaluating = False
+            self.evaluating, returns = False, []
         if returns:
             self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
         videos = sorted(self.folder.glob(f"videos/step_{self.global_step}/*.mp4"))
         if videos and self.wandb_run:  # sent explicitly: wandb's monitor_gym breaks current gymnasium
             import wandb
 
-            films = [wandb.Video(str(path)) for path in videos]
-            self.wandb_run.log({"eval/videos": films, "global_step": self.global_step})
+            with contextlib.suppress(Exception):
+                films = [wandb.Video(str(path)) for path in videos]
+                self.wandb_run.log({"eval/videos": films, "global_step": self.global_step})
 
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
@@ -1362,13 +1368,13 @@ def spell_out(argv: list[str]) -> list[str]:
     """The command line as tyro reads it, from --x, --no-x or --x=false for a boolean, and 1e6 for a whole number."""
     types = {f.name: f.type for f in fields(Args) if f.init}
     booleans = {name for name, kind in types.items() if kind in (bool, bool | None)}
+    flag = lambda word: word[2:].replace("-", "_") if word.startswith("--") else ""  # no value that looks like one
     words = []
     for word in argv:
         words += word.split("=", 1) if word.startswith("--") else [word]
     result = []
     for word, next_word in zip(words, [*words[1:], "--"]):
-        name = word.removeprefix("--").replace("-", "_")
-        before = result[-1].removeprefix("--").replace("-", "_") if result else ""
+        name, before = flag(word), flag(result[-1]) if result else ""
         if name in booleans and next_word.startswith("--"):
             result += [word, "True"]
         elif name.removeprefix("no_") in booleans - {name}:

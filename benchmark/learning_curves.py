@@ -95,7 +95,8 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         mean = f"{sum(returns) / len(returns):.2f}"
         commit = rows.get(key, {}).get("commit", "unknown")
         if (run_dir / "command.txt").exists():
-            (commit, *_) = re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()) or [commit]
+            found = re.findall(r"git commit ([0-9a-f]{7})[0-9a-f]*(-dirty)?", (run_dir / "command.txt").read_text())
+            commit = " ".join(dict.fromkeys("".join(parts) for parts in found)) or commit  # all that had a part in it
         row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", machine()]
         rows[key] = dict(zip(columns, row))
     with open(summary, "w", newline="") as file:

@@ -1,9 +1,10 @@
-"""Write docs/results.md and draw docs/curves_*.png from benchmark/results/*.csv: no number is typed by hand.
+"""Write docs/results.md and draw docs/curves_*.png from benchmark/results/*.csv: no result of ours is typed by hand.
 
 Run:   pip install -r benchmark/requirements.txt && python benchmark/report.py
 """
 
 import csv
+import itertools
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -68,8 +69,10 @@ COMPARISONS = {
 }
 COMPARED = [(script, name) for _, script, names, *_ in COMPARISONS.values() for name in names]
 NOTES = {
-    "ppo": "CartPoleHidden-v1 shows positions and no velocities, as `ppo_lstm.py` sees CartPole: what a memory is for.",
-    "ppo_lstm": "The defaults were chosen among about 15 settings by seeds 1 to 4, so these seeds flatter them.",
+    "ppo": "CartPoleHidden-v1 shows positions and no velocities, as `ppo_lstm.py` sees CartPole; here with the "
+    "defaults of `ppo.py`, which were not chosen for it.",
+    "ppo_lstm": "The defaults were chosen among about fifteen settings by the seeds of the first row, and by seed 4; "
+    "only the second row tests them.",
 }
 TITLES = {
     "ppo": "Classic control",
@@ -99,8 +102,13 @@ def group(rows: list[dict[str, str]], *columns: str) -> dict[tuple, list[dict[st
 
 
 def one_or_all(values: list[str]) -> str:
-    """The value that all share, or all of them."""
-    return values[0] if len(set(values)) == 1 else ", ".join(values)
+    """The value that all share, or each with the number of times that it comes in a row, or all of them."""
+    if len(set(values)) == len(values):
+        return ", ".join(values)
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
+    if len(runs) > len(values) / 2:
+        return ", ".join(values)
+    return ", ".join(value if len(runs) == 1 else f"{value} × {number}" for value, number in runs)
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -210,15 +218,15 @@ def page() -> str:
         if script in NOTES:
             parts.append(NOTES[script] + "\n")
         parts.append(table_of_returns(script, rows))
-        parts.append(f"![Return against env steps and minutes](curves_{script}.png)\n")
+        parts.append(f"![Learning curves](curves_{script}.png)\n")
     for key, (title, script, names, command, text) in COMPARISONS.items():
         rows = [row for row in results if row["script"] == script and row["env_id"] in names]
-        if not rows:
+        if {row["env_id"] for row in rows} != set(names):
             continue
         seeds = " ".join(sorted({row["seed"] for row in rows}, key=int))
         parts.append(f"## {title}\n\n{text}\n\n```bash\n{command.format(seeds=seeds)}\n```\n")
         parts.append(table_of_returns(script, rows))
-        parts.append(f"![Return against env steps]({key}.png)\n")
+        parts.append(f"![Learning curves]({key}.png)\n")
     parts.append("## Speed\n")
     parts.append(
         "Env steps per second with updates, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for the "
@@ -226,6 +234,14 @@ def page() -> str:
         "ratios. Rows of commit 94fb592 are means of whole runs; later ones leave out the first iteration.\n"
     )
     parts.append(table_of_speeds(read("throughput.csv")))
+    if rows := read("threads.csv"):
+        parts.append("## Threads\n")
+        parts.append(
+            "By `python benchmark/threads.py`: `ppo_atari.py` on a machine that is idle, and on one that is busy, "
+            "where two processes per core compute besides. 64 threads are those of a host with 64 cores of which the "
+            "process has two.\n"
+        )
+        parts.append(table(list(rows[0]), [list(row.values()) for row in rows]))
     if rows := read("scaling.csv"):
         parts.append("## Cost as work grows\n")
         parts.append(
@@ -262,14 +278,15 @@ def draw_curves(axis, path: Path, color: str, name: str = "", against: str = "gl
         for run in group(read(path.name), "seed").values()
     ]
     alone = len(curves) == 1
+    style = dict(linewidth=1.6, label=name or None) if alone else dict(linewidth=0.8, alpha=0.5)
     for steps, returns in curves:
-        axis.plot(steps, returns, linewidth=1.6 if alone else 0.8, alpha=1 if alone else 0.5, color=color)
+        axis.plot(steps, returns, color=color, **style)
     axis.set_xlabel(label)
     if not alone:
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
         values = np.stack([np.interp(grid, x, y) for x, y in curves])
         mean, std = values.mean(0), values.std(0)
-        axis.plot(grid, mean, linewidth=2.2, color=color, label=f"{name or 'mean'} of {len(curves)} seeds")
+        axis.plot(grid, mean, linewidth=2.2, color=color, label=f"{name}mean of {len(curves)} seeds")
         axis.fill_between(grid, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
     axis.set_ylabel("episodic return")
     axis.grid(alpha=0.25)
@@ -286,7 +303,7 @@ def draw_comparison(key: str) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, name in enumerate(names):
         env_id, _, label = name.partition("__")
-        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", f"{LABELS[label]}: mean")
+        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", f"{LABELS[label]}: ")
     axis.set_title(env_id, fontsize=13)
     axis.legend(loc="lower right")
     figure.savefig(ROOT / "docs" / f"{key}.png", dpi=80)

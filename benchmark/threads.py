@@ -2,8 +2,8 @@
 
 Run:   python benchmark/threads.py --repeats 3        (about 15 minutes; writes benchmark/results/threads.csv)
 
-Busy: two processes per core compute besides. Spinning is what torch's threads do by default while they wait for each
-other, sleeping is what the scripts ask for. 64 threads are what a host's 64 cores would be counted as, were the share
+Busy: two processes per core compute besides. By default torch's threads spin while they wait for each other; the
+scripts have them sleep. 64 threads are what a host's 64 cores would be counted as, were the share
 that the process may use not looked at.
 """
 
@@ -19,16 +19,19 @@ from pathlib import Path
 from learning_curves import RESULTS, ROOT, machine
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+sys.path.insert(0, str(ROOT))
+from ppo import num_threads
+
 MANY = ["--torch-threads", "64", "--env-threads", "64"]
 ONE = ["--torch-threads", "1", "--env-threads", "1"]
-SPIN = {"GOMP_SPINCOUNT": "300000"}  # libgomp's default, where no policy is set
+SPIN = {"OMP_WAIT_POLICY": ""}  # torch's default: no policy; libgomp says that it is none, and spins a while
 SETTINGS = {  # (machine, setting): environment, arguments
-    ("idle", "a thread per core of the share, sleeping: the default"): ({}, []),
-    ("idle", "a thread per core of the share, spinning"): (SPIN, []),
+    ("idle", "a thread per core of the share, sleeping"): ({}, []),
+    ("idle", "a thread per core of the share, torch's default"): (SPIN, []),
     ("idle", "one thread"): ({}, ONE),
-    ("idle", "64 threads, spinning"): (SPIN, MANY),
-    ("busy", "a thread per core of the share, sleeping: the default"): ({}, []),
-    ("busy", "a thread per core of the share, spinning"): (SPIN, []),
+    ("idle", "64 threads, torch's default"): (SPIN, MANY),
+    ("busy", "a thread per core of the share, sleeping"): ({}, []),
+    ("busy", "a thread per core of the share, torch's default"): (SPIN, []),
     ("busy", "one thread"): ({}, ONE),
 }
 
@@ -38,7 +41,8 @@ def measure(environment: dict[str, str], arguments: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "ppo_atari.py"), "--num-steps", "64", "--total-timesteps", "1024"]
         environment = os.environ | environment
-        subprocess.run([*command, *arguments], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        null = subprocess.DEVNULL
+        subprocess.run([*command, *arguments], cwd=folder, env=environment, check=True, stdout=null, stderr=null)
         (run_dir,) = Path(folder, "runs").iterdir()
         return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value
 
@@ -47,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
+    cores = num_threads(0)
     speeds = {setting: [] for setting in SETTINGS}
     for _ in range(args.repeats):
         for (state, name), (environment, arguments) in SETTINGS.items():

@@ -36,6 +36,7 @@ from learning_curves import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in what its users have
 
 # task: script, its arguments where they differ from the defaults
 OURS = {
@@ -155,7 +156,7 @@ def measure(side: str, processes: int, seconds: float, **setting) -> tuple[float
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(dict(side=side, seconds=seconds, **setting))
         command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "--one", request]
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmark'}"}
+        environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmark'}"}
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(result.stderr)

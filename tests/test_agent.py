@@ -119,6 +119,7 @@ def test_continuous_actions_are_samples_of_the_policy(script):
     torch.testing.assert_close(logprobs, policy.log_prob(actions.flatten()))
 
 
+@pytest.mark.parametrize("script", SCRIPTS, indirect=True)
 def test_optimizer(script):
     """Catches: Adam's default epsilon, and parameters that are not trained."""
     args = small_args(script, anneal_lr=False, learning_rate=1e-3)

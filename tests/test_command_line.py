@@ -138,3 +138,12 @@ def test_a_copy_under_another_name_goes_on_with_the_run():
     shutil.copy(ppo.__file__, "mine.py")
     result = run_script(str(Path("mine").absolute()), "--resume", str(run_dir), "--total-timesteps", "256")
     assert result.returncode == 0, result.stderr
+
+
+def test_a_value_may_look_like_a_flag(script):
+    """Catches: `--exp-name no-gae`, the name of an ablation, taken for the flag."""
+    argv = ["--exp-name", "no-gae", "--wandb-tags=no-norm-adv", "--wandb-project-name", "compile", "--track"]
+    expected = ["--exp-name", "no-gae", "--wandb-tags", "no-norm-adv", "--wandb-project-name", "compile"]
+    assert script.spell_out(argv) == [*expected, "--track", "True"]
+    argv = ["--exp-name", "anneal-lr", "--no-anneal-lr"]
+    assert script.spell_out(argv) == ["--exp-name", "anneal-lr", "--anneal_lr", "False"]

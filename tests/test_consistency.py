@@ -55,6 +55,7 @@ MOST_LINES = {
     "ppo_multidiscrete": 430,  # above MicroRTS, which has lines of its own
 }
 MOST_LINES_OF_MICRORTS = 314
+MOST_LINES_OF_THE_FOLD = 731
 MOST_LINES_OF_TRAIN, MOST_LINES_OF_ITS_LOOP = 80, 60  # in ppo.py
 MOST_LEVELS = 4  # how deep blocks may lie in one another inside train: if in for in for in with
 
@@ -215,6 +216,11 @@ def test_a_script_is_short(name):
         text, microrts = cut_at(MICRORTS, text, name)
         assert_short(f"MicroRTS in {name}.py", microrts.count("\n"), MOST_LINES_OF_MICRORTS)
     assert_short(f"{name}.py above the fold", text.count("\n"), MOST_LINES[name])
+
+
+def test_the_fold_is_short():
+    """Catches: a life of a run that grows with every wish."""
+    assert_short("ppo.py below the fold", below_the_fold("ppo").count("\n"), MOST_LINES_OF_THE_FOLD)
 
 
 def train_of(name: str) -> ast.FunctionDef:

@@ -47,6 +47,7 @@ def test_threads_are_those_of_the_share(script, share, machine, threads):
     assert script.num_threads(3) == 3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of torch for Linux tells its settings")
 @pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"])
 @pytest.mark.parametrize("wanted", ["PASSIVE", "ACTIVE"])
 def test_threads_that_wait_sleep(name, wanted):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import wandb
 from conftest import SMALL, flags, parameters, read_scalars, run_script, small_args
+from faulty_envs import Stop, crash_at, hook_envs
 from wandb.proto import wandb_internal_pb2
 
 
@@ -96,3 +97,20 @@ def test_a_failing_wandb_never_stops_a_run(script, monkeypatch, capsys, failure)
     assert "wandb is off" in capsys.readouterr().err
     assert all(torch.isfinite(parameter).all() for parameter in parameters(run_dir).values())
     assert len(read_scalars(run_dir)["losses/value_loss"]) == 4
+
+
+@pytest.mark.parametrize("script", ["ppo"], indirect=True)
+def test_a_run_that_fails_is_closed_as_failed(script, monkeypatch):
+    """Catches: a second training in the same process that logs into the run of the one that failed, as trials do."""
+    options = SMALL["ppo"] | dict(track=True)
+    crash_at(monkeypatch, script, 20)
+    with pytest.raises(Stop):
+        script.train(script.Args(**options, seed=1))
+    assert wandb.run is None
+    hook_envs(monkeypatch, script, None)
+    script.train(script.Args(**options, seed=2))
+    assert wandb.run is None
+    files = [path for path in Path().rglob("run-*.wandb") if "latest-run" not in path.parts]
+    seeds = {contents(path)[0]["seed"]: path for path in files}
+    codes = {seed: [r.exit.exit_code for r in records(path) if r.HasField("exit")] for seed, path in seeds.items()}
+    assert codes == {1: [1], 2: [0]}
