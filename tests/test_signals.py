@@ -144,6 +144,7 @@ def test_a_second_ctrl_c_stops_a_hanging_env(probed_script, launcher, vectorizat
     process = launcher.start(probed_script.__name__, *flags(**SMALL[probed_script.__name__] | options))
     wait_until(lambda: Path("asleep").exists() or not process.running())
     assert Path("interrupted").exists()  # the first, which the env sends
+    wait_until(lambda: "stopping after this iteration" in process.stderr or not process.running())  # and is noted
     process.send_group(signal.SIGINT)
     assert process.wait() == 128 + signal.SIGINT
     assert "Traceback" not in process.stderr
