@@ -286,7 +286,13 @@ def draw_curves(axis, path: Path, color: str, name: str = "", against: str = "gl
         grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
         values = np.stack([np.interp(grid, x, y) for x, y in curves])
         mean, std = values.mean(0), values.std(0)
-        axis.plot(grid, mean, linewidth=2.2, color=color, label=f"{name}mean of {len(curves)} seeds")
+        axis.plot(
+            grid,
+            mean,
+            linewidth=2.2,
+            color=color,
+            label=", ".join(filter(None, [name, f"mean of {len(curves)} seeds"])),
+        )
         axis.fill_between(grid, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
     axis.set_ylabel("episodic return")
     axis.grid(alpha=0.25)
@@ -303,7 +309,7 @@ def draw_comparison(key: str) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, name in enumerate(names):
         env_id, _, label = name.partition("__")
-        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", f"{LABELS[label]}: ")
+        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", LABELS[label])
     axis.set_title(env_id, fontsize=13)
     axis.legend(loc="lower right")
     figure.savefig(ROOT / "docs" / f"{key}.png", dpi=80)
