@@ -55,7 +55,11 @@ LABELS = {
     "150k": "150k steps",
     "time-limit-as-end": "a time limit is taken for an end",
 }
-FLAGS = {"unmasked": " -- --mask-actions False", "float32": " -- --no-bf16", "150k": " -- --total-timesteps 150000"}
+FLAGS = {
+    "unmasked": " -- --mask-actions False",
+    "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
+    "150k": " -- --total-timesteps 150000",
+}
 # results that make a figure together: its title, the script, the names, the command that makes them, what is seen
 COMPARISONS = {
     "bootstrap": (
@@ -169,12 +173,16 @@ def table_of_scripts() -> str:
     by_env = group(read("summary.csv"), "script", "env_id")
     for script, (actions, observations, env_id, millions, task, envs) in FRONT.items():
         runs = by_env.get((script, f"{env_id}__fresh-seeds")) or by_env.get((script, env_id), [])
+        longer = by_env.get((script, f"{env_id}__float32"), [])  # of two precisions the one that has come further
+        steps_of = lambda rows: max((int(row["global_step"]) for row in rows), default=0)
+        label = ", float32" if steps_of(longer) > steps_of(runs) else ""
+        runs = longer if label else runs
         result = "not run yet"
         if runs:
             steps = max(int(run["global_step"]) for run in runs) / 1e6
             progress = f"{millions}M steps" if steps > 0.98 * millions else f"{steps:.2f}M of {millions}M steps so far"
             mean = statistics.mean(float(run["mean_return"]) for run in runs)
-            result = f"{mean:.1f}, {len(runs)} seed{'s' if len(runs) > 1 else ''}, {progress}"
+            result = f"{mean:.1f}{label}, {len(runs)} seed{'s' if len(runs) > 1 else ''}, {progress}"
         if (script, env_id) in PUBLISHED:
             value, source = PUBLISHED[script, env_id]
             result += f" ({source}: {float(value.split()[0]):.1f} after {millions}M)"

@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,45 @@ def test_a_second_ctrl_c_stops_at_once(script, monkeypatch):
     assert [signal.getsignal(each) for each in SIGNALS] == before
     (run_dir,) = Path("runs").iterdir()
     assert load(run_dir)["iteration"] == 0
+
+
+def test_a_signal_as_an_evaluation_returns(script, monkeypatch):
+    """Catches: an exit without the line that resumes, where a signal comes between the last game and what follows."""
+    evaluate, returned = script.evaluate, []
+
+    def evaluate_and_note(*args):
+        returned.append(evaluate(*args))
+        return returned[-1]
+
+    def trace(frame, event, _):
+        if frame.f_code is script.Run.evaluate.__code__:
+            if event == "line" and len(returned) == 1:
+                returned.append("signalled")
+                signal.raise_signal(signal.SIGTERM)
+            return trace
+        return None
+
+    monkeypatch.setattr(script, "evaluate", evaluate_and_note)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            script.train(small_args(script, eval_episodes=1, eval_every=1, checkpoint_every=1))
+    finally:
+        sys.settrace(before)
+    assert returned[1:] == ["signalled"]
+    assert stopped.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("name", "leaves"), [("Worker<AsyncVectorEnv>-0", True), ("SpawnPoolWorker-1", False)])
+def test_only_workers_of_async_envs_leave_the_group(script, monkeypatch, name, leaves):
+    """Catches: a training in a user's own pool that Ctrl-C does not reach."""
+    left = []
+    monkeypatch.setattr(script.os, "setpgrp", lambda: left.append(True))
+    monkeypatch.setattr(script.multiprocessing, "parent_process", lambda: True)
+    monkeypatch.setattr(script.multiprocessing.current_process(), "_name", name)
+    script.prepare_process(small_args(script))
+    assert bool(left) == leaves
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
