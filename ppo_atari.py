@@ -85,6 +85,7 @@ class Args:
     # algorithm
 
     total_timesteps: int = 10_000_000  # env steps in the whole run, each of 4 frames
+    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
     learning_rate: float = 2.5e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
@@ -467,7 +468,7 @@ def check_args(args: Args) -> None:
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
     require(args, "target_kl", lambda x: x is None or x > 0, "a positive number")
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
-    require(args, "ent_coef vf_coef", lambda x: 0 <= x < math.inf, "0 or more")
+    require(args, "ent_coef vf_coef patience", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
     require(args, "env_kwargs", is_json_object, """JSON such as '{"gravity": 5.0}'""")
     if args.resume:
@@ -698,7 +699,7 @@ class Run(contextlib.ExitStack):
         self.ended = 0  # how many since the envs were last reset
         self.warned = False
         self.recent_returns = deque(maxlen=100)
-        self.kept = {}  # numbers of the script's own that checkpoints hold too
+        self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
         self.signals = []
         self.evaluating = False
         self.wandb_run = self.wandb_id = None
@@ -720,10 +721,8 @@ class Run(contextlib.ExitStack):
             raise UserError(f"{what} must be a multiple of {self.processes}, the processes, not {total}")
         return total // self.processes
 
-    def iterations(
-        self, agent: nn.Module, optimizer, envs: VectorEnv, until: Callable = lambda: False
-    ) -> Iterator[int]:
-        """Yield the number, from 1, of each iteration to do, until `until()`; in between, save and evaluate.
+    def iterations(self, agent: nn.Module, optimizer, envs: VectorEnv) -> Iterator[int]:
+        """Yield the number, from 1, of each iteration to do; in between, save and evaluate.
 
         A signal ends the run after its iteration: it is saved, and SystemExit raised.
         """
@@ -733,7 +732,8 @@ class Run(contextlib.ExitStack):
         self.catch_signals()
         while True:
             stop = self.stop_signal()
-            finished = self.iteration >= args.num_iterations or until()
+            waited = self.global_step - self.kept["best_step"]
+            finished = self.iteration >= args.num_iterations or 0 < args.patience * args.batch_size <= waited
             save_due = finished or self.iteration % args.checkpoint_every == 0
             if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
                 self.save(agent, optimizer)
@@ -1020,6 +1020,9 @@ class Run(contextlib.ExitStack):
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)
+            mean_return = float(np.mean(self.recent_returns))
+            if mean_return > self.kept["best_return"]:
+                self.kept.update(best_return=mean_return, best_step=self.global_step)
         if self.rank == 0:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.global_step)

@@ -82,6 +82,7 @@ class Args:
     # algorithm
 
     total_timesteps: int = 150_000  # env steps in the whole run
+    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
     learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
@@ -106,7 +107,6 @@ class Args:
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
     reward_scale: float = 1.0  # factor on the rewards that the learner sees; 0.01 for returns of hundreds
-    patience: int = 0  # end when the mean return has not improved for so many iterations; 0: never
     log_std_init: float = 0.0  # Box actions: log of the initial standard deviation; -2 to 0
     learn_log_std: bool = True  # Box actions: learn the standard deviation
 
@@ -117,7 +117,7 @@ class Args:
 
     def __post_init__(self):
         require(self, "hidden_size num_layers", lambda x: x >= 1, "at least 1")
-        require(self, "seq_len weight_decay patience", lambda x: 0 <= x < math.inf, "0 or more")
+        require(self, "seq_len weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
         is_own_rate = lambda x: x is None or (x > 0 and not self.shared_lstm)
         require(self, "critic_learning_rate", is_own_rate, "a positive number, and left out with --shared-lstm")
         check_args(self)
@@ -228,24 +228,18 @@ class Memory(nn.Module):
         (M, H), and the state as given: where the next sequence starts is known from the rollout.
         """
         if starts.dim() == 1:
-            state = state * (1 - starts).view(-1, 1, 1, 1, 1)
-            features = []
-            next_state = torch.empty_like(state)
-            for k, lstm in enumerate(self.lstms):
-                h, c = state[:, k].permute(1, 2, 0, 3).contiguous()  # (2, L, N, H)
-                _, (h, c) = lstm(x[None], (h, c))
-                features.append(h[-1])
-                next_state[:, k] = torch.stack([h, c]).permute(2, 0, 1, 3)
-            return features, next_state
+            first = (state * (1 - starts).view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, N, H)
+            results = [lstm(x[None], (h, c)) for lstm, (h, c) in zip(self.lstms, first)]
+            last = torch.stack([torch.stack(state) for _, state in results])
+            return [output[0] for output, _ in results], last.movedim(3, 0)
         groups, rows = cut_at_episodes(starts)
         outputs = [[] for _ in self.lstms]
         for group in groups:
             sequences, carried, positions = [index.to(x.device, non_blocking=True) for index in group]
-            first = state[sequences] * carried.view(-1, 1, 1, 1, 1)
+            first = (state[sequences] * carried.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()
             steps = x[positions]  # (longest, P, F)
-            for k, lstm in enumerate(self.lstms):
-                h, c = first[:, k].permute(1, 2, 0, 3).contiguous()
-                outputs[k].append(lstm(steps, (h, c))[0].flatten(0, 1))
+            for output, lstm, (h, c) in zip(outputs, self.lstms, first):
+                output.append(lstm(steps, (h, c))[0].flatten(0, 1))
         rows = rows.to(x.device, non_blocking=True)
         return [torch.cat(output).index_select(0, rows) for output in outputs], state
 
@@ -271,17 +265,14 @@ class Agent(nn.Module):
             self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
-        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); with sequences N is M, as in Memory, and starts (M/S, S)."""
         features, _ = self.memory(obs.float(), state, starts)
         return self.critic(features[-1]).squeeze(-1)
 
     def get_action_and_value(
         self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
     ):
-        """Return the action (N, *A), sampled unless given, log-probability, entropy, value, all (N,), and next state.
-
-        With sequences, starts is (M/S, S) and N is M.
-        """
+        """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         features, state = self.memory(obs.float(), state, starts)
         output = self.actor(features[0])
         value = self.critic(features[-1]).squeeze(-1)
@@ -400,11 +391,8 @@ def train(args: Args) -> Path:
         starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see cut_at_episodes
         next_state = agent.memory.initial_state(N)
         states = torch.zeros((T // S, *next_state.shape), device=run.device)  # at the start of each sequence [lstm 5]
-        run.kept = best = dict(best_return=-math.inf, best_step=0)
-        patience = args.patience * args.batch_size  # in env steps
-        out_of_patience = lambda: 0 < patience <= run.global_step - best["best_step"]
 
-        for iteration in run.iterations(agent, optimizer, envs, until=out_of_patience):
+        for iteration in run.iterations(agent, optimizer, envs):
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
@@ -467,9 +455,6 @@ def train(args: Args) -> Path:
             # log [core 12]
             explained_variance = 1 - variance(returns - values) / variance(returns)
             run.log(stats, {"charts/learning_rate": learning_rate, "losses/explained_variance": explained_variance})
-            mean_return = float(np.mean(run.recent_returns or [-math.inf]))
-            if mean_return > best["best_return"]:
-                best.update(best_return=mean_return, best_step=run.global_step)
     return run.folder
 
 
@@ -566,7 +551,7 @@ def check_args(args: Args) -> None:
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
     require(args, "target_kl", lambda x: x is None or x > 0, "a positive number")
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
-    require(args, "ent_coef vf_coef", lambda x: 0 <= x < math.inf, "0 or more")
+    require(args, "ent_coef vf_coef patience", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
     require(args, "env_kwargs", is_json_object, """JSON such as '{"gravity": 5.0}'""")
     if args.resume:
@@ -797,7 +782,7 @@ class Run(contextlib.ExitStack):
         self.ended = 0  # how many since the envs were last reset
         self.warned = False
         self.recent_returns = deque(maxlen=100)
-        self.kept = {}  # numbers of the script's own that checkpoints hold too
+        self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
         self.signals = []
         self.evaluating = False
         self.wandb_run = self.wandb_id = None
@@ -819,10 +804,8 @@ class Run(contextlib.ExitStack):
             raise UserError(f"{what} must be a multiple of {self.processes}, the processes, not {total}")
         return total // self.processes
 
-    def iterations(
-        self, agent: nn.Module, optimizer, envs: VectorEnv, until: Callable = lambda: False
-    ) -> Iterator[int]:
-        """Yield the number, from 1, of each iteration to do, until `until()`; in between, save and evaluate.
+    def iterations(self, agent: nn.Module, optimizer, envs: VectorEnv) -> Iterator[int]:
+        """Yield the number, from 1, of each iteration to do; in between, save and evaluate.
 
         A signal ends the run after its iteration: it is saved, and SystemExit raised.
         """
@@ -832,7 +815,8 @@ class Run(contextlib.ExitStack):
         self.catch_signals()
         while True:
             stop = self.stop_signal()
-            finished = self.iteration >= args.num_iterations or until()
+            waited = self.global_step - self.kept["best_step"]
+            finished = self.iteration >= args.num_iterations or 0 < args.patience * args.batch_size <= waited
             save_due = finished or self.iteration % args.checkpoint_every == 0
             if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
                 self.save(agent, optimizer)
@@ -1119,6 +1103,9 @@ class Run(contextlib.ExitStack):
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)
+            mean_return = float(np.mean(self.recent_returns))
+            if mean_return > self.kept["best_return"]:
+                self.kept.update(best_return=mean_return, best_step=self.global_step)
         if self.rank == 0:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.global_step)
