@@ -130,13 +130,11 @@ class Args:
         self.minibatch_sequences = num_sequences // self.num_minibatches
 
 
-VELOCITIES = {  # the indices of the velocities in an observation, by the env's name without its version
+VELOCITIES = {  # their indices in an observation, by the env's name without "Continuous" and version
     "CartPole": [1, 3],
     "MountainCar": [1],
-    "MountainCarContinuous": [1],
     "Pendulum": [2],
     "LunarLander": [2, 3, 5],
-    "LunarLanderContinuous": [2, 3, 5],
 }
 
 
@@ -155,7 +153,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
-        hidden = VELOCITIES.get(env.spec.name)
+        hidden = VELOCITIES.get(env.spec.name.removesuffix("Continuous"))
         if args.mask_velocity and not hidden:
             raise UserError(f"the velocities of {args.env_id} are not in VELOCITIES: leave --mask-velocity out")
         if args.mask_velocity is not False and hidden:
@@ -253,13 +251,9 @@ class Agent(nn.Module):
         action_space = envs.single_action_space
         self.discrete = isinstance(action_space, Discrete)
         self.memory = Memory(obs_size, H, args.num_layers, num_lstms=1 if args.shared_lstm else 2)
-
-        def head(out_features: int, std: float) -> nn.Sequential:
-            hidden = layer_init(nn.Linear(H, H))
-            return nn.Sequential(hidden, nn.ELU(), layer_init(nn.Linear(H, out_features), std))
-
-        self.critic = head(1, std=1.0)
-        self.actor = head(action_space.n if self.discrete else math.prod(action_space.shape), std=0.01)
+        num_outputs = action_space.n if self.discrete else math.prod(action_space.shape)
+        self.critic = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, 1), std=1.0))
+        self.actor = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, num_outputs), 0.01))
         if not self.discrete:
             log_std = torch.full(action_space.shape, args.log_std_init)  # for all states [cont 2]
             self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)

@@ -149,13 +149,13 @@ def test_several_games_do_not_mix(atari_script, env_id):
     """Catches: lives or FIRE of one game that act on another, and a result that depends on the threads."""
     steps = 200
     args = small_args(atari_script, env_id=env_id)
-    seeds = atari_script.env_seeds(args, 3, atari_script.TRAINING, 0)
-    with contextlib.closing(atari_script.make_envs(args, 3)) as together:
+    seeds = atari_script.env_seeds(args, 2, atari_script.TRAINING, 0)
+    with contextlib.closing(atari_script.make_envs(args, 2)) as together:
         actions = random_actions(together, steps)
         first, _ = together.reset(seed=seeds)
         expected = [together.step(action) for action in actions]
-    for n in range(3):
-        with contextlib.closing(atari_script.make_envs(args, 1)) as alone:
+    with contextlib.closing(atari_script.make_envs(args, 1)) as alone:
+        for n in range(2):
             np.testing.assert_array_equal(alone.reset(seed=[seeds[n]])[0][0], first[n])
             for action, ours in zip(actions, expected):
                 for x, y in zip(alone.step(action[[n]])[:4], ours[:4]):
@@ -166,30 +166,21 @@ def test_several_games_do_not_mix(atari_script, env_id):
 def test_games_begin_with_no_ops(atari_script):
     """Catches: no no-ops at all, or as many in every game, so that an agent can learn one game by heart."""
     args = small_args(atari_script, env_id=PONG)
-    with contextlib.closing(atari_script.make_envs(args, 16)) as envs:
-        _, infos = envs.reset(seed=atari_script.env_seeds(args, 16, atari_script.TRAINING, 0))
+    with contextlib.closing(atari_script.make_envs(args, 5)) as envs:
+        _, infos = envs.reset(seed=atari_script.env_seeds(args, 5, atari_script.TRAINING, 0))
     noops = infos["episode_frame_number"]
-    assert len(set(noops.tolist())) > 4
+    assert len(set(noops.tolist())) >= 4
     assert noops.max() - noops.min() <= 30
 
 
 @pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 @pytest.mark.parametrize(("env_id", "sticky"), [("ALE/Pong-v5", True), (PONG, False)])
-def test_sticky_actions_are_those_of_the_id(atari_script, env_id, sticky):
+def test_sticky_actions_are_those_of_the_id(atari_script, without_noops, env_id, sticky):
     """Catches: sticky actions in NoFrameskip-v4, or none in v5; the v5 frame skip applied on top of the wrapper's."""
     args = small_args(atari_script, env_id=env_id)
     with contextlib.closing(atari_script.make_envs(args, 2)) as envs:
-        # the seeds differ in what sticks only: with no-ops of the same number the games are the same
-        seeds, frames = [], None
-        for seed in range(1000):
-            _, infos = envs.reset(seed=[seed, seed])
-            frames = frames or infos["episode_frame_number"][0]
-            if infos["episode_frame_number"][0] == frames:
-                seeds.append(seed)
-            if len(seeds) == 2:
-                break
-        obs, infos = envs.reset(seed=seeds)
-        assert infos["episode_frame_number"].tolist() == [frames, frames]
+        obs, infos = envs.reset(seed=[1, 2])  # without no-ops the seeds differ in what sticks only
+        frames = infos["episode_frame_number"][0]
         differ = not np.array_equal(*obs)
         for action in random_actions(envs, 60)[:, :1]:
             obs, _, _, _, infos = envs.step(np.repeat(action, 2))
@@ -241,22 +232,22 @@ class GarbageFinalObs(gym.vector.VectorWrapper):
         return obs, rewards, terminations, truncations, infos
 
 
-@pytest.mark.parametrize("where_truncated", [False, True])
-def test_final_observations_are_read_where_truncated_only(atari_script, monkeypatch, where_truncated):
+def test_final_observations_are_read_where_truncated_only(atari_script, monkeypatch):
     """Catches: the uninitialised rows of final_obs in the value of a state, or the next game's start in its place."""
     args = small_args(atari_script, num_envs=4, num_steps=64, total_timesteps=768, update_epochs=1)
     make_envs, wrappers = atari_script.make_envs, []
-
-    def make_envs_with_garbage(*args):
-        wrappers.append(GarbageFinalObs(make_envs(*args), where_truncated))
-        return wrappers[-1]
-
     with short_games(args.env_id, 600):
         run_dir = atari_script.train(args)
-        monkeypatch.setattr(atari_script, "make_envs", make_envs_with_garbage)
-        other_dir = atari_script.train(args)
-    assert wrappers[0].replaced > 0
-    assert same_parameters(run_dir, other_dir) == (not where_truncated)
+        for where_truncated in (False, True):
+
+            def make_envs_with_garbage(*args, where_truncated=where_truncated):
+                wrappers.append(GarbageFinalObs(make_envs(*args), where_truncated))
+                return wrappers[-1]
+
+            monkeypatch.setattr(atari_script, "make_envs", make_envs_with_garbage)
+            other_dir = atari_script.train(args)
+            assert wrappers[-1].replaced > 0
+            assert same_parameters(run_dir, other_dir) == (not where_truncated)
 
 
 def test_the_learner_sees_signs_and_life_losses(atari_script, monkeypatch):
@@ -303,16 +294,14 @@ def test_observations_reach_the_network_as_bytes(atari_script, monkeypatch):
 
 def test_a_short_run_on_pong(atari_script):
     """Catches: a run that breaks where the first game ends, and an evaluation that returns clipped or partial games."""
-    args = small_args(
-        atari_script, env_id=PONG, num_envs=4, num_steps=64, total_timesteps=1024, eval_episodes=1, update_epochs=1
-    )
+    args = small_args(atari_script, env_id=PONG, num_steps=64, total_timesteps=512, eval_episodes=1, update_epochs=1)
     with short_games(PONG, 800):
         run_dir = atari_script.train(args)
     scalars = read_scalars(run_dir)
     lengths = [value for _, value in scalars["charts/episodic_length"]]
     assert all(170 <= length <= 200 for length in lengths)
     assert all(-21 <= value <= 21 for _, value in scalars["charts/episodic_return"] + scalars["eval/episodic_return"])
-    assert [step for step, _ in scalars["losses/value_loss"]] == [256, 512, 768, 1024]
+    assert [step for step, _ in scalars["losses/value_loss"]] == [128, 256, 384, 512]
     assert all(math.isfinite(value) for points in scalars.values() for _, value in points)
 
 
