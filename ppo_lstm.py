@@ -962,11 +962,10 @@ class Run(contextlib.ExitStack):
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
         args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init}
-        args |= dict(resume=None, evaluate=None)
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-        state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=args, rng=rng)
-        state |= dict(iteration=self.iteration, global_step=self.global_step, wandb_id=self.wandb_id)
-        state |= self.kept | dict(recent_returns=list(self.recent_returns), script=Path(__file__).name)
+        state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
+        state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
+        state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
         buffer = io.BytesIO()
         torch.save(state, buffer)
         path = self.folder / "checkpoint.pt"
@@ -1061,9 +1060,8 @@ class Run(contextlib.ExitStack):
             return function
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True})
-        graph = torch.compile(
-            function, options={"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
-        )
+        options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
+        graph = torch.compile(function, options=options)
 
         def replay(*args):
             torch.compiler.cudagraph_mark_step_begin()

@@ -195,9 +195,9 @@ def progress(run_dir: Path) -> str:
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
-def test_a_run_shows_progress_and_where_it_went(script):
+def test_a_run_shows_progress_and_where_it_went(script, launcher):
     """Catches: a log with a line an episode, without the run's folder, or full of escape codes where it is a file."""
-    result = run_script(script.__name__, *small_flags(script))
+    result = launcher.run(script.__name__, *small_flags(script))
     assert result.returncode == 0, result.stderr
     (run_dir,) = os.listdir("runs")
     assert run_dir.startswith(f"{re.sub('[/:]', '-', small_args(script).env_id)}__{script.__name__}__1__")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, flags, run_script, small_args
+from conftest import SMALL, flags, small_args
 
 
 def parsed(script, monkeypatch, *argv):
@@ -102,13 +102,13 @@ def test_env_kwargs(launcher):
     assert [path.name for path in Path("runs").iterdir()] == [run_dir.name]
 
 
-def test_a_module_in_the_current_folder(monkeypatch):
+def test_a_module_in_the_current_folder(launcher):
     """Catches: `module:Env-v0` found beside the script only, not where the user is."""
     Path("here.py").write_text(
         "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
         "gym.register('Here-v0', entry_point=CartPoleEnv, max_episode_steps=50)\n"
     )
-    result = run_script("ppo", *flags(**SMALL["ppo"] | dict(env_id="here:Here-v0")))
+    result = launcher.run("ppo", *flags(**SMALL["ppo"] | dict(env_id="here:Here-v0")))
     assert result.returncode == 0, result.stderr
 
 
@@ -131,12 +131,12 @@ def test_ids_of_another_script(launcher, env_id, answer):
     assert not Path("runs").exists()
 
 
-def test_a_copy_under_another_name_goes_on_with_the_run():
+def test_a_copy_under_another_name_goes_on_with_the_run(launcher):
     """Catches: a run that only a file of the first name may resume, where people copy and rename."""
     ppo = importlib.import_module("ppo")
     run_dir = ppo.train(small_args(ppo))
     shutil.copy(ppo.__file__, "mine.py")
-    result = run_script(str(Path("mine").absolute()), "--resume", str(run_dir), "--total-timesteps", "256")
+    result = launcher.run(str(Path("mine").absolute()), "--resume", str(run_dir), "--total-timesteps", "256")
     assert result.returncode == 0, result.stderr
 
 

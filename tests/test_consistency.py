@@ -44,14 +44,14 @@ MOST_CHANGES = {
     "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
 }
 
-# the longest that each script may be, in lines above the fold; they may come down (wanted: Atari 410, the LSTMs 490 and
-# 480, MicroRTS 280), but never go up
+# the longest that each script may be, in lines above the fold; they may come down (wanted: Atari's LSTM 480,
+# MicroRTS 280), but never go up
 MOST_LINES = {
     "ppo": 350,
     "ppo_atari": 410,
     "ppo_continuous_action": 420,
-    "ppo_atari_lstm": 515,
-    "ppo_lstm": 508,
+    "ppo_atari_lstm": 507,
+    "ppo_lstm": 490,
     "ppo_multidiscrete": 430,  # above MicroRTS, which has lines of its own
 }
 MOST_LINES_OF_MICRORTS = 314

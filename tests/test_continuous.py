@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars, run_script, small_args
+from conftest import read_scalars, small_args
 from gymnasium.spaces import Box
 
 import ppo_continuous_action as script
@@ -194,8 +194,8 @@ def test_an_optimum_without_bounds_is_found():
     assert agent.actor_logstd.item() < -0.5
 
 
-def test_a_discrete_env_is_refused():
+def test_a_discrete_env_is_refused(launcher):
     """Catches: a traceback where the user took the wrong script."""
-    result = run_script("ppo_continuous_action", "--env-id", "CartPole-v1")
+    result = launcher.run("ppo_continuous_action", "--env-id", "CartPole-v1")
     assert result.returncode == 2
     assert "use ppo.py" in result.stderr

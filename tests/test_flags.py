@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ATARI_SCRIPTS, SCRIPTS, flags, read_scalars, small_args
+from conftest import FOLD_SCRIPTS, flags, read_scalars, small_args
 from faulty_envs import Stop, hook_envs
 
 # other envs, with the same spaces and with others
@@ -123,7 +123,7 @@ def test_another_seed_evaluates_other_episodes(script, monkeypatch):
     assert first_observations(monkeypatch, script, run_dir, seed=0) not in (as_trained, other)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ATARI_SCRIPTS])
+@pytest.mark.parametrize("name", FOLD_SCRIPTS)
 def test_what_evaluation_heeds(launcher, name):
     """Catches: --seed that --evaluate ignores; a refusal of the flags that are meant for it."""
     run_dir = begin(name, deterministic=True, eval_episodes=1)
@@ -214,6 +214,13 @@ def test_minibatches_of_two_steps_are_accepted(script):
     with pytest.raises(script.UserError, match=f"--num-minibatches must be at most half of .* {size} steps"):
         small_args(script, num_minibatches=size, **changes)
     assert small_args(script, num_minibatches=size, norm_adv=False, **changes).minibatch_size == 1
+
+
+def test_patience_ends_a_run(script):
+    """Catches: a run that goes on for hours after it has stopped to improve."""
+    options = dict(env_id="probe_envs:ThreeSteps-v0", total_timesteps=3200)  # every return is 3
+    assert load(script.train(small_args(script, patience=3, **options)))["iteration"] == 1 + 3
+    assert load(script.train(small_args(script, patience=0, **options)))["iteration"] == 100
 
 
 def test_patience_counts_steps():

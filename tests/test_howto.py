@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, flags, read_scalars, run_script
+from conftest import ROOT, flags, read_scalars
 
 TEXT = (ROOT / "docs" / "howto.md").read_text()
 RECIPES = dict(part.split("\n", 1) for part in TEXT.split("\n## … ")[1:])
@@ -66,7 +66,7 @@ def test_recipe(title):
         assert 0.001 < points[-1][1] < 0.005
 
 
-def test_the_sweep_is_one_that_the_script_understands():
+def test_the_sweep_is_one_that_the_script_understands(launcher):
     """Catches: a sweep whose every run ends with `unrecognized arguments`, which only a server would tell."""
     (text,) = (text for _, name, text in blocks(RECIPES["run seeds, and sweep"]) if name == "sweep.yaml")
     sweep = yaml.safe_load(text)
@@ -75,7 +75,7 @@ def test_the_sweep_is_one_that_the_script_understands():
     }
     chosen = {name: value[0] if isinstance(value, list) else value for name, value in chosen.items()}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]  # as an agent of wandb spells them
-    result = run_script(sweep["program"].removesuffix(".py"), *arguments, *flags(num_envs=2))
+    result = launcher.run(sweep["program"].removesuffix(".py"), *arguments, *flags(num_envs=2))
     assert result.returncode == 0, result.stderr
     (run_dir,) = Path("runs").iterdir()
     assert sweep["metric"]["name"] in read_scalars(run_dir)

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, run_script, small_args
+from conftest import SMALL, small_args
 from gymnasium.spaces import Box, Discrete
 
 import ppo
@@ -164,7 +164,7 @@ def test_memory_is_needed_and_there():
     assert returns["ppo"] < 0.75
 
 
-def test_velocities_are_hidden_where_they_are_known():
+def test_velocities_are_hidden_where_they_are_known(launcher):
     """Catches: a default task that needs no memory."""
     hidden = ppo_lstm.make_envs(ppo_lstm.Args(), 2)
     shown = ppo_lstm.make_envs(ppo_lstm.Args(mask_velocity=False), 2)
@@ -175,7 +175,7 @@ def test_velocities_are_hidden_where_they_are_known():
     assert not a[:, [1, 3]].any()
     assert b[:, [1, 3]].all()
     assert ppo_lstm.make_envs(ppo_lstm.Args(env_id="Acrobot-v1"), 1).reset(seed=[1])[0][:, 4:].all()
-    result = run_script("ppo_lstm", "--env-id", "Acrobot-v1", "--mask-velocity", "True")
+    result = launcher.run("ppo_lstm", "--env-id", "Acrobot-v1", "--mask-velocity", "True")
     assert result.returncode == 2
     assert "leave --mask-velocity out" in result.stderr
 
@@ -186,13 +186,6 @@ def test_rewards_are_raised_to_the_floor_and_scaled(monkeypatch):
     monkeypatch.setattr(ppo_lstm, "compute_gae", lambda r, *rest: (seen.append(r), original(r, *rest))[1])
     ppo_lstm.train(small_args(ppo_lstm, env_id="Cue-v0", reward_floor=0.5, reward_scale=0.1))
     assert torch.cat(seen).unique().tolist() == pytest.approx([0.05, 0.1])
-
-
-def test_patience_ends_a_run():
-    """Catches: a run that goes on for hours after it has stopped to improve."""
-    run_dir = ppo_lstm.train(small_args(ppo_lstm, env_id="Cut-v0", total_timesteps=3200, patience=3))
-    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert state["iteration"] == 1 + 3, "the return is 3 from the first iteration on"
 
 
 def test_the_critic_has_a_learning_rate_of_its_own():

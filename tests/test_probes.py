@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from conftest import probe_args, read_scalars
+from conftest import PROBED, probe_args, read_scalars
 from probe_envs import Logged
 
 FAST = dict(
     num_envs=4, num_steps=32, total_timesteps=40 * 128, learning_rate=3e-3, update_epochs=4, clip_vloss=False, gamma=0.5
 )
+
+ROLLOUTS = [*((name, 32) for name in PROBED), ("ppo", 1)]  # scripts, and steps of a rollout; the loops are alike
 
 
 def trained(script, env_name, **options):
@@ -67,7 +69,7 @@ def test_policy_from_observation(probed_script):
     assert min(value(1), value(-1)) > 0.7
 
 
-@pytest.mark.parametrize("num_steps", [32, 5, 1])
+@pytest.mark.parametrize(("probed_script", "num_steps"), [*ROLLOUTS, ("ppo", 5)], indirect=["probed_script"])
 def test_value_of_an_endless_task_under_a_time_limit(probed_script, num_steps):
     """Catches: a time limit that is treated as a failure; the last step of a rollout included."""
     # 1 / (1 - 0.8) = 5; with no bootstrap at the limit the mean over the five steps would be 2.8
@@ -78,7 +80,7 @@ def test_value_of_an_endless_task_under_a_time_limit(probed_script, num_steps):
     assert value(0) == pytest.approx(5, abs=0.4)
 
 
-@pytest.mark.parametrize("num_steps", [32, 1])
+@pytest.mark.parametrize(("probed_script", "num_steps"), ROLLOUTS, indirect=["probed_script"])
 def test_a_truncated_episode_is_bootstrapped_at_its_final_observation(probed_script, num_steps):
     """Catches: the value of the next episode's start in the place of the final observation's."""
     options = dict(num_steps=num_steps)

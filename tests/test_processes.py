@@ -77,7 +77,7 @@ def told() -> list[dict]:
     return [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "ppo_atari"])  # ppo_atari_lstm has its envs
 def test_two_processes_train_as_one(name, monkeypatch):
     """Catches: gradients, statistics of normalisation, or a log, that are of a part of the batch only."""
     script = importlib.import_module(name)

@@ -1,5 +1,6 @@
 """What a run's folder tells about the run: the script that made it, the command, the versions, the arguments."""
 
+import functools
 import platform
 import re
 from pathlib import Path
@@ -22,16 +23,17 @@ def test_the_script_is_kept(script):
     assert re.search(r"git commit ([0-9a-f]{40}(-dirty)?|unknown)$", text, re.MULTILINE)
 
 
-def test_the_command_is_kept():
+def test_the_command_is_kept(launcher):
     """Catches: a run that cannot be repeated, for its command is lost with the shell's history."""
     argv = flags(**SMALL["ppo"] | dict(exp_name="with space"))
-    assert run_script("ppo", *argv).returncode == 0
+    assert launcher.run("ppo", *argv).returncode == 0
     (run_dir,) = Path("runs").iterdir()
     assert "'with space'" in (run_dir / "command.txt").read_text()
 
 
-def test_an_edited_script_is_told_and_kept():
+def test_an_edited_script_is_told_and_kept(launcher):
     """Catches: the text of the first half of a run overwritten by that of the second."""
+    run_mine = functools.partial(launcher.run, str(Path("mine/ppo").absolute()))
     original = (ROOT / "ppo.py").read_text()
     Path("mine").mkdir()
     mine = Path("mine/ppo.py")
@@ -54,11 +56,6 @@ def test_an_edited_script_is_told_and_kept():
     evaluated = run_mine("--evaluate", str(run_dir), "--eval-episodes", "1")
     assert "ppo.py has changed since this run was trained" in evaluated.stdout
     assert {path.name for path in run_dir.glob("*.py")} == texts.keys()
-
-
-def run_mine(*argv):
-    """Run the copy in the folder `mine`."""
-    return run_script(str(Path("mine/ppo").absolute()), *argv)
 
 
 def test_arguments_are_in_tensorboard(script):
