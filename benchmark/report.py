@@ -254,7 +254,7 @@ def page() -> str:
         parts.append("## Cost as work grows\n")
         parts.append(
             "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else as by default: "
-            "the batch and its minibatches grow with them.\n"
+            "the batch and its minibatches grow with them, up to 32,768 steps.\n"
         )
         parts.append(table_of_speeds(rows))
         parts.append("![Speed and memory against the number of envs](scaling.png)\n")

@@ -7,10 +7,11 @@ Run:   pip install -r benchmark/requirements.txt
        python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both
        python benchmark/throughput.py --scaling --alone
 
-Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later; the runs
-take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the median of the pairs'
-ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not in it, on either
-side. Peak memory is the host's, of the training process, of the first one where torchrun starts several.
+Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later, with
+--scaling its second (a batch has at most 32,768 steps then: with many envs HalfCheetah's rollouts are shorter). The
+runs take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the median of the
+pairs' ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not in it, on
+either side. Peak memory is the host's, of the training process, of the first one where torchrun starts several.
 
 Results are printed and written to benchmark/results/throughput.csv, or with --scaling to scaling.csv, from which
 `python benchmark/report.py` makes the tables of docs/results.md.
@@ -63,19 +64,24 @@ OURS = {
 }
 DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
 WITHOUT_PEER = {"breakout-lstm", "microrts-mining", "microrts-mining-unmasked", "cartpole-lstm-short-sequences"}
+LARGEST_BATCH = 32_768  # steps, with --scaling
 COLUMNS = ["task", "num_envs", "processes", "device", "compiled", "repeats", "ours", "peer", "ratio"]
 COLUMNS += ["peak_memory_mb", "commit", "machine"]
 
 
-def arguments(task: str, num_envs: int) -> tuple[str, dict]:
+def arguments(task: str, num_envs: int, scaling: bool = False) -> tuple[str, dict]:
     """A task's script and arguments, with as many envs, 0 for the task's own number."""
     name, changes = OURS[task]
-    return name, dict(total_timesteps=10**9) | changes | (dict(num_envs=num_envs) if num_envs else {})
+    changes = dict(total_timesteps=10**9) | changes | (dict(num_envs=num_envs) if num_envs else {})
+    if scaling:
+        num_steps = importlib.import_module(name).Args().num_steps
+        changes["num_steps"] = min(num_steps, LARGEST_BATCH // num_envs)
+    return name, changes
 
 
-def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: float) -> float:
+def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: float, scaling: bool) -> float:
     """Train with our script; return env steps per second."""
-    name, changes = arguments(task, num_envs)
+    name, changes = arguments(task, num_envs, scaling)
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -87,7 +93,7 @@ def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: flo
     def log_and_stop(run, *args):
         log(run, *args)
         logged.append(time.monotonic())
-        if len(logged) >= 3 and logged[-1] - logged[0] > seconds:
+        if len(logged) >= (2 if scaling else 3) and logged[-1] - logged[0] > seconds:
             signal.raise_signal(signal.SIGTERM)
 
     script.Run.log = log_and_stop
@@ -170,7 +176,7 @@ def measure_one(request: dict) -> None:
     if request.pop("side") == "ours":
         speed = run_ours(**request)
     else:
-        request.pop("compiled")
+        del request["compiled"], request["scaling"]
         speed = run_sb3(**request)
     print(speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
@@ -217,7 +223,7 @@ def main() -> None:
     modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
     begun_with, place = commit(), machine(args.device)
     for task, num_envs in [(task, number) for task in args.tasks for number in numbers]:
-        script, changes = arguments(task, num_envs)
+        script, changes = arguments(task, num_envs, args.scaling)
         module = importlib.import_module(script)
         try:
             envs = module.Args(**changes).num_envs
@@ -232,7 +238,7 @@ def main() -> None:
             for side in sides:
                 name, compiled = side
                 processes = args.processes if name == "ours" else 1
-                speed, peak = measure(name, processes, args.seconds, compiled=compiled, **setting)
+                speed, peak = measure(name, processes, args.seconds, compiled=compiled, scaling=args.scaling, **setting)
                 speeds[side].append(speed)
                 peaks[side] = max(peaks[side], peak)
         for compiled in modes:
