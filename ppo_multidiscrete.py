@@ -900,7 +900,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
         mallopt(-2, 2**26)  # M_TOP_PAD: fetch 64 MB at a time
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the same for blocks of up to 32 MB
+        mallopt(-4, 0)  # M_MMAP_MAX: the same for large blocks
 
 
 def num_processes() -> int:
