@@ -253,7 +253,7 @@ class Memory(nn.Module):
         if starts.dim() == 1:
             first = (state * (1 - starts).view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, N, H)
             results = [lstm(x[None], (h, c)) for lstm, (h, c) in zip(self.lstms, first)]
-            last = torch.stack([torch.stack(state) for _, state in results])
+            last = torch.stack([torch.stack(after) for _, after in results])  # hidden and cell
             return [output[0] for output, _ in results], last.movedim(3, 0)
         groups, rows = cut_at_episodes(starts)
         outputs = [[] for _ in self.lstms]
