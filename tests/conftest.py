@@ -165,7 +165,7 @@ def flags(**arguments) -> list[str]:
     return result
 
 
-def run_script(name: str, *argv: str, timeout: float = 120) -> subprocess.CompletedProcess:
+def run_script(name: str, *argv: str, timeout: float = 600) -> subprocess.CompletedProcess:
     """Run a script as a user does, in the current folder."""
     command = [sys.executable, str(ROOT / f"{name}.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 60  # seconds, more than any test should ever need
+TIMEOUT = 300  # seconds, more than any test should ever need
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

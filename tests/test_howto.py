@@ -55,7 +55,7 @@ def test_recipe(title):
     if "preempted" in title:
         assert "preempted: 143" in out
         finished = [path for path in Path("runs").iterdir() if (path / "checkpoint.pt").exists()]
-        assert max(step for path in finished for step, _ in read_scalars(path)["charts/SPS"]) == 29_696
+        assert max(step for path in finished for step, _ in read_scalars(path)["charts/SPS"]) == 59_904
     if "intrinsic" in title:
         (run_dir,) = Path("runs").iterdir()
         assert all(0 < value <= 1 for _, value in read_scalars(run_dir)["charts/novelty"])

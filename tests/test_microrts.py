@@ -314,7 +314,7 @@ def run_then(*argv: str, code: str = "") -> subprocess.CompletedProcess:
     """Run the script in a process of its own, after some code of the test's."""
     program = f"import runpy, sys; sys.argv = ['ppo_multidiscrete.py', *{argv!r}]; {code}\n"
     program += f"runpy.run_path({str(ROOT / 'ppo_multidiscrete.py')!r}, run_name='__main__')"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_life_of_a_run():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import multiprocessing
 import os
 import re
 import signal
@@ -18,13 +19,14 @@ from conftest import FOLD_SCRIPTS, ROOT, SMALL, flags, read_scalars, same_parame
 from launcher import wait_until
 
 SIZE = 2  # processes
+IMPORTED = ["ale_py", "gymnasium", "torch.distributed", "torch.utils.tensorboard", "tyro"]  # once, not in each process
 
 
 def in_process(rank: int, test, *args) -> None:
     """One of the processes that `together` starts."""
     torch.set_num_threads(1)
     store = f"file://{Path('store').absolute()}"
-    dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", store, timeout=timedelta(seconds=300), rank=rank, world_size=SIZE)
     test(rank, *args)
     dist.destroy_process_group()
 
@@ -32,7 +34,8 @@ def in_process(rank: int, test, *args) -> None:
 def together(test, *args) -> None:
     """Call test(rank, *args) in processes that know of each other; a failure in one fails here."""
     Path("store").unlink(missing_ok=True)
-    torch.multiprocessing.spawn(in_process, (test, *args), nprocs=SIZE)
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    torch.multiprocessing.start_processes(in_process, (test, *args), nprocs=SIZE, start_method="forkserver")
 
 
 def act_predictably(script) -> None:
@@ -224,7 +227,7 @@ def test_torchrun_is_stopped_by_a_signal():
     with subprocess.Popen([*command, "--checkpoint-every", "1"], stdout=subprocess.PIPE, text=True) as process:
         wait_until(lambda: list(Path().glob("runs/*/checkpoint.pt")))
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert re.search(
         r"^stopped by signal 2; to go on: torchrun --nproc-per-node 2 \S*ppo.py --resume runs/", output, re.M
     )
