@@ -120,6 +120,11 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
 
 
+def published(script: str, name: str) -> tuple[str, str]:
+    """What others report of an env and label, and who; two empty texts for none. float32 is no other task."""
+    return PUBLISHED.get((script, name.removesuffix("__float32")), ("", ""))
+
+
 def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
     """A line per env, with all of its seeds."""
     lines = []
@@ -128,7 +133,7 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
         returns = [float(run["mean_return"]) for run in runs]
         mean = f"{statistics.mean(returns):.2f}"
         mean += f" ± {statistics.pstdev(returns):.2f}" if len(returns) > 1 else ""
-        published, source = PUBLISHED.get((script, name), ("", ""))
+        theirs, source = published(script, name)
         steps = one_or_all([f"{int(run['global_step']):,}" for run in runs])
         minutes = one_or_all([run["minutes"] or "not recorded" for run in runs])
         lines.append(
@@ -138,7 +143,7 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
                 steps,
                 ", ".join(f"{x:.2f}" for x in returns),
                 mean,
-                f"{published} ({source})" if published else "",
+                f"{theirs} ({source})" if theirs else "",
                 one_or_all([run["commit"] for run in runs]),
                 minutes,
                 one_or_all([run["machine"] for run in runs]),
@@ -258,7 +263,7 @@ def page() -> str:
         )
         parts.append(table_of_speeds(rows))
         parts.append("![Speed and memory against the number of envs](scaling.png)\n")
-    missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not (RESULTS / f"{script}__{env}.csv").exists()]
+    missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not list(RESULTS.glob(f"{script}__{env}*.csv"))]
     if missing:
         parts.append("## Not run\n")
         parts.append("Published by others, and not run here so far: " + ", ".join(missing) + ".\n")
@@ -341,9 +346,9 @@ def draw(script: str) -> None:
     for axis, (number, path, against) in zip(axes.flat, panels):
         name = path.stem.split("__", 1)[1]
         draw_curves(axis, path, f"C{number}", against=against)
-        if (script, name) in PUBLISHED:
-            value, source = PUBLISHED[script, name]
-            axis.axhline(float(value.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
+        theirs, source = published(script, name)
+        if theirs:
+            axis.axhline(float(theirs.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
         env_id, _, label = name.partition("__")
         axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
         if axis.get_legend_handles_labels()[0]:
