@@ -19,7 +19,8 @@ from conftest import FOLD_SCRIPTS, ROOT, SMALL, flags, read_scalars, same_parame
 from launcher import wait_until
 
 SIZE = 2  # processes
-IMPORTED = ["ale_py", "gymnasium", "torch.distributed", "torch.utils.tensorboard", "tyro"]  # once, not in each process
+# once, not in each process; torch imports _dynamo when it makes an optimizer
+IMPORTED = ["ale_py", "gymnasium", "torch._dynamo", "torch.distributed", "torch.utils.tensorboard", "tyro"]
 
 
 def in_process(rank: int, test, *args) -> None:
