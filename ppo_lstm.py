@@ -594,14 +594,14 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
 
-    vector_env = gym.vector.SyncVectorEnv
-    if args.vectorization == "async" and not video_dir:
-        vector_env = gym.vector.AsyncVectorEnv
+    parallel = args.vectorization == "async" and not video_dir
+    vector_env = gym.vector.AsyncVectorEnv if parallel else gym.vector.SyncVectorEnv
     try:
         envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     except (gym.error.Error, ImportError, TypeError) as error:
         raise unknown_env(args, error, *known) from None
-    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs in its env is then killed
+    close = envs.close  # a worker that hangs in its env is killed after a second, or by a second Ctrl-C at once
+    envs.close = lambda: close(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt)
     return envs
 
 

@@ -1,11 +1,15 @@
 """SIGINT and SIGTERM: the iteration is finished, the run is saved, the way to go on is told; and nothing survives."""
 
+import contextlib
+import importlib
 import re
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROBED, ROOT, SMALL, flags, read_scalars, small_args
@@ -188,3 +192,23 @@ def test_a_second_ctrl_c_stops_a_hanging_env(probed_script, launcher, vectorizat
     process.send_group(signal.SIGINT)
     assert process.wait() == 128 + signal.SIGINT
     assert "Traceback" not in process.stderr
+
+
+def test_ctrl_c_as_a_step_is_sent_kills_a_hanging_env():
+    """Catches: an exit that waits for an env of which gymnasium does not know yet that it is in its step."""
+    script = importlib.import_module("ppo")
+    Path("interrupted").touch()  # the env leaves us alone
+    envs = script.make_envs(small_args(script, env_id="faulty_envs:Sleeps-v0", vectorization="async"), 2)
+    envs.reset(seed=[1, 2])
+    for _ in range(19):
+        envs.step(np.zeros(2, int))
+    workers = envs.unwrapped.processes
+    envs.unwrapped.parent_pipes[0].send(("step", np.int64(0)))
+    wait_until(Path("asleep").exists)
+    rescue = threading.Timer(60, workers[0].kill)  # or a failure would take an hour
+    rescue.start()
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(envs):
+        raise KeyboardInterrupt
+    assert rescue.is_alive()
+    rescue.cancel()
+    assert not any(worker.is_alive() for worker in workers)
