@@ -339,7 +339,7 @@ def train(args: Args) -> Path:
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])
+                actions[step], logprobs[step], _, values[step] = act(obs[step])  # at once, for they share the CNN
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if truncations[step].any():

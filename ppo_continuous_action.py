@@ -200,13 +200,18 @@ class Agent(nn.Module):
         """V: (N, *O) -> (N,)."""
         return self.critic(self.obs_norm(obs)).squeeze(-1)
 
+    def get_action(self, obs: Tensor, deterministic: bool = False) -> Tensor:
+        """A sample of the policy, or its most likely action: (N, *O) -> (N, *A)."""
+        mean = self.actor_mean(self.obs_norm(obs)).unflatten(-1, self.actor_logstd.shape)
+        return (mean if deterministic else mean + self.actor_logstd.exp() * torch.randn_like(mean)).detach()
+
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
+        if action is None:
+            action = self.get_action(obs, deterministic)
         x = self.obs_norm(obs)
         mean = self.actor_mean(x).unflatten(-1, self.actor_logstd.shape)
         std = self.actor_logstd.exp()
-        if action is None:
-            action = mean if deterministic else (mean + std * torch.randn_like(mean)).detach()
         log_scale = (self.actor_logstd + 0.5 * math.log(2 * math.pi)).sum()
         logprob = -0.5 * (((action - mean) / std) ** 2).flatten(1).sum(1) - log_scale  # [cont 1] [cont 3]
         entropy = (log_scale + 0.5 * std.numel()).expand(len(mean))  # the same in all states
@@ -304,14 +309,14 @@ def train(args: Args) -> Path:
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
         loss_fn = run.compile(minibatch_loss)
-        act = torch.inference_mode()(run.compile(agent.get_action_and_value))  # faster, without gradients
+        act = torch.inference_mode()(run.compile(agent.get_action))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         obs = to_tensor(np.zeros((T, N, *obs_space.shape), obs_space.dtype))
         actions = torch.zeros((T, N, *action_space.shape), device=run.device)  # as sampled: float32
-        logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
+        final_values = torch.zeros((T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
         running_return = np.zeros(N)  # discounted, of the episodes so far
@@ -331,13 +336,16 @@ def train(args: Args) -> Path:
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])
+                actions[step] = act(obs[step])
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if truncations[step].any():
                     cut = truncations[step]
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
+            with torch.no_grad():  # of the whole rollout at once, which is faster than step by step
+                _, logprobs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
+            logprobs, values = logprobs.view(T, N), values.view(T, N)
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 

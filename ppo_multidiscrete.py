@@ -340,7 +340,7 @@ def train(args: Args) -> Path:
             torch.set_num_threads(1)  # a handful of rows is not worth a second one
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])
+                actions[step], logprobs[step], _, values[step] = act(obs[step])  # at once: CNN and masks are shared
                 masks[step] = agent.masks  # those that this action was chosen by
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)

@@ -128,24 +128,34 @@ def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
     """Catches: transitions that no env made, as NEXT_STEP autoreset adds at each episode's end, and shifted arrays."""
     Logged.log.clear()
     args = probe_args(probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=3 * 48)
-    rollouts, queries = [], []
-    compute_gae, act = probed_script.compute_gae, probed_script.Agent.get_action_and_value
+    rollouts, queries, acted_on = [], [], []
+    compute_gae, look = probed_script.compute_gae, probed_script.Agent.get_action_and_value
+    act = getattr(probed_script.Agent, "get_action", None)  # where log-probabilities and values come after the rollout
 
     def spy_gae(rewards, values, next_values, terminations, dones, *discounts):
         rollouts.append([x.clone().numpy() for x in (rewards, values, next_values, terminations, dones)])
         return compute_gae(rewards, values, next_values, terminations, dones, *discounts)
 
-    def spy_act(self, obs, *rest, **options):
-        result = act(self, obs, *rest, **options)
-        if not torch.is_grad_enabled():
-            queries.append((obs.clone().numpy(), result[0].clone().numpy(), result[3].clone().numpy()))
+    def spy_look(self, obs, *rest, **options):
+        result = look(self, obs, *rest, **options)
+        if not torch.is_grad_enabled():  # of one step, or of a whole rollout
+            queries.extend(zip(*(x.clone().unflatten(0, (-1, 3)).numpy() for x in (obs, result[0], result[3]))))
         return result
 
+    def spy_act(self, obs):
+        acted_on.append(obs.clone().numpy())
+        return act(self, obs)
+
     monkeypatch.setattr(probed_script, "compute_gae", spy_gae)
-    monkeypatch.setattr(probed_script.Agent, "get_action_and_value", spy_act)
+    monkeypatch.setattr(probed_script.Agent, "get_action_and_value", spy_look)
+    if act:
+        monkeypatch.setattr(probed_script.Agent, "get_action", spy_act)
     run_dir = probed_script.train(args)
     assert len(Logged.log) == args.total_timesteps == len(queries) * args.num_envs
     assert probed_script.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == len(Logged.log)
+
+    if act:
+        np.testing.assert_array_equal(acted_on, [obs for obs, _, _ in queries])
 
     # (T, N) arrays of what the envs saw, for each of the three iterations
     log = iter(Logged.log)

@@ -41,15 +41,22 @@ def together(test, *args) -> None:
 
 def act_predictably(script) -> None:
     """Have the script's agents act without chance: the random numbers of two processes are not those of one."""
-    choose = script.Agent.get_action_and_value
+    choose, choose_all = getattr(script.Agent, "get_action", None), script.Agent.get_action_and_value
 
-    def choose_predictably(agent, *args, **options):
-        result = choose(agent, *args, deterministic=True, **options)
-        if len(args) == 1 and result[0].is_floating_point():  # off the mean, where the gradient is not zero
-            result = choose(agent, *args, action=result[0] + 0.5)
+    def choose_predictably(agent, obs, deterministic=False):
+        action = choose(agent, obs, deterministic=True)
+        return action + 0.5 if action.is_floating_point() else action  # off the mean, where the gradient is not zero
+
+    def choose_all_predictably(agent, *args, **options):
+        result = choose_all(agent, *args, deterministic=True, **options)
+        if len(args) == 1 and result[0].is_floating_point():
+            result = choose_all(agent, *args, action=result[0] + 0.5)
         return result
 
-    script.Agent.get_action_and_value = choose_predictably
+    if choose:
+        script.Agent.get_action = choose_predictably
+    else:
+        script.Agent.get_action_and_value = choose_all_predictably
 
 
 def train_and_tell(rank: int, name: str, arguments: dict, predictable: bool) -> None:
@@ -88,7 +95,7 @@ def test_two_processes_train_as_one(name, monkeypatch):
     arguments = SMALL[name] | dict(num_envs=4, num_minibatches=1, norm_adv=False, total_timesteps=256)
     together(train_and_tell, name, arguments, True)
     first, second = told()
-    monkeypatch.setattr(script.Agent, "get_action_and_value", script.Agent.get_action_and_value)  # undone at the end
+    monkeypatch.setattr(script, "Agent", type("Agent", (script.Agent,), {}))  # what is changed now is undone at the end
     act_predictably(script)
     alone = script.train(script.Args(**arguments))
     expected = torch.load(alone / "checkpoint.pt", weights_only=True)
