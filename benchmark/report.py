@@ -172,6 +172,21 @@ def table_of_speeds(rows: list[dict[str, str]]) -> str:
     return table(list(titles.values()), [[row[name] for name in titles] for row in rows])
 
 
+def table_of_parts(rows: list[dict[str, str]]) -> str:
+    """A line per measurement of parts.csv: each part's microseconds per env step and its share."""
+    setting, parts = ["task", "num_envs", "device", "compiled"], ["policy", "envs", "advantages", "update", "rest"]
+    lines = []
+    for row in rows:
+        total = sum(float(row[part]) for part in parts)
+        shares = [f"{float(row[part]):.0f} ({float(row[part]) / total:.0%})" for part in parts]
+        limit = f"{1e6 / float(row['envs']):.0f}"
+        lines.append(
+            [*(row[name] for name in setting), *shares, f"{1e6 / total:.0f}", limit, row["commit"], row["machine"]]
+        )
+    titles = ["task", "envs", "device", "compiled", *(f"{part}, µs" for part in parts)]
+    return table([*titles, "steps/s", "envs alone", "commit", "machine"], lines)
+
+
 def table_of_scripts() -> str:
     """The README's table: what each script is for, its result and its speed on its default task."""
     lines = []
@@ -247,6 +262,16 @@ def page() -> str:
         "ratios. Rows of commit 94fb592 are means of whole runs; later ones leave out the first iteration.\n"
     )
     parts.append(table_of_speeds(read("throughput.csv")))
+    if rows := read("parts.csv"):
+        parts.append("## Where the time goes\n")
+        parts.append(
+            "By `python benchmark/parts.py`: microseconds per env step of a training run, and their share. `policy` is "
+            "acting in the rollout, with the transfers to and from the device; `advantages` the values, and the "
+            "log-probabilities where they come after the rollout, and GAE; `update` all epochs; `rest` what is stored, "
+            "noted and logged. `envs alone` is the steps/s at which a policy and an update that cost nothing "
+            "would train.\n"
+        )
+        parts.append(table_of_parts(rows))
     if rows := read("threads.csv"):
         parts.append("## Threads\n")
         parts.append(

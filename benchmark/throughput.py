@@ -65,8 +65,8 @@ OURS = {
 DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
 WITHOUT_PEER = {"breakout-lstm", "microrts-mining", "microrts-mining-unmasked", "cartpole-lstm-short-sequences"}
 LARGEST_BATCH = 32_768  # steps, with --scaling
-COLUMNS = ["task", "num_envs", "processes", "device", "compiled", "repeats", "ours", "peer", "ratio"]
-COLUMNS += ["peak_memory_mb", "commit", "machine"]
+SETTING = ["task", "num_envs", "processes", "device", "compiled"]
+COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]
 
 
 def arguments(task: str, num_envs: int, scaling: bool = False) -> tuple[str, dict]:
@@ -189,16 +189,16 @@ def commit() -> str:
     return head.stdout.strip() + ("-dirty" if changed else "") or "unknown"
 
 
-def write(path: Path, row: dict) -> None:
-    """Put a row into a file of results, in the place of an older one of the same setting."""
+def write(path: Path, row: dict, columns: list[str], setting: list[str]) -> None:
+    """Put a row into a file of results, in the place of an older one of the same setting on the same machine."""
     rows = []
     if path.exists():
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
-    same = lambda other: all(str(other[name]) == str(row[name]) for name in [*COLUMNS[:5], "machine"])
+    same = lambda other: all(str(other[name]) == str(row[name]) for name in [*setting, "machine"])
     rows = [other for other in rows if not same(other)] + [row]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -250,7 +250,7 @@ def main() -> None:
                 row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")
             row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}", commit=begun_with, machine=place)
             print(row, flush=True)
-            write(RESULTS / ("scaling.csv" if args.scaling else "throughput.csv"), row)
+            write(RESULTS / ("scaling.csv" if args.scaling else "throughput.csv"), row, COLUMNS, SETTING)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Measure where the time of training goes: envs, policy in the rollout, advantages, update, and the rest.
+
+Run:   pip install -r benchmark/requirements.txt
+       python benchmark/parts.py --tasks cartpole halfcheetah --compile both
+       python benchmark/parts.py --device cuda --num-envs 8 64 512
+
+Each task trains in a process of its own for --seconds, and a clock is read where one part hands over to the next:
+
+policy      from the last env step's end to the next one's beginning: the observations to the device, the forward pass,
+            the actions back; on a GPU with the wait for it
+envs        inside envs.step
+advantages  from the rollout's end to compute_gae's: values, and log-probabilities where they come after the rollout
+update      all epochs, to the moment when a GPU is done with them
+rest        stored rewards, noted episodes, logging
+
+The first iteration, with whatever is compiled there, is left out; checkpoints are not written. Results, in microseconds
+per env step, are printed and written to benchmark/results/parts.csv, from which `python benchmark/report.py` makes a
+table of docs/results.md.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from learning_curves import machine
+from throughput import DEFAULT_TASKS, ENVIRONMENT, OURS, RESULTS, ROOT, arguments, commit, write
+
+PARTS = ["policy", "envs", "advantages", "update", "rest"]
+SETTING = ["task", "num_envs", "device", "compiled"]
+
+
+def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: float) -> dict[str, float]:
+    """Train; return the microseconds per env step of each part."""
+    import torch
+
+    name, changes = arguments(task, num_envs)
+    script = importlib.import_module(name)
+    args = script.Args(
+        **changes | dict(anneal_lr=False, cuda=device == "cuda", compile=compiled, checkpoint_every=10**9)
+    )
+    script.join_processes(args)
+    spent, iterations = dict.fromkeys(PARTS, 0.0), []
+    last = begun = time.perf_counter()
+
+    def lap(part: str) -> None:
+        """What has passed since the last lap was spent on this part."""
+        nonlocal last
+        if device == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        spent[part] += now - last
+        last = now
+
+    make_envs, compute_gae, note_step, log = script.make_envs, script.compute_gae, script.Run.note_step, script.Run.log
+
+    def timed_envs(*args):
+        envs = make_envs(*args)
+        step = envs.step
+        envs.step = lambda actions: (lap("policy"), step(actions), lap("envs"))[1]
+        return envs
+
+    def timed_log(run, *args):
+        nonlocal spent, begun
+        lap("update")
+        log(run, *args)
+        lap("rest")
+        iterations.append(last)
+        if len(iterations) == 1:
+            spent, begun = dict.fromkeys(PARTS, 0.0), last
+        elif len(iterations) >= 3 and last - begun > seconds:
+            signal.raise_signal(signal.SIGTERM)
+
+    script.make_envs = timed_envs
+    script.compute_gae = lambda *args: (compute_gae(*args), lap("advantages"))[0]
+    script.Run.note_step = lambda *args: (note_step(*args), lap("rest"))[0]
+    script.Run.log = timed_log
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        script.train(args)
+    steps = (len(iterations) - 1) * args.batch_size
+    assert abs(sum(spent.values()) - (iterations[-1] - begun)) < 1e-3, "a part was forgotten, or counted twice"
+    return {part: 1e6 * spent[part] / steps for part in PARTS} | dict(num_envs=args.num_envs)
+
+
+def measure(request: dict) -> dict[str, float]:
+    """time_parts in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(__file__).resolve()), "--one", json.dumps(request)]
+        result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(result.stderr)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=OURS, default=DEFAULT_TASKS)
+    parser.add_argument("--num-envs", nargs="+", type=int, default=[0], help="0: the task's own")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", nargs="?", choices=["yes", "no", "both"], const="yes", default="no")
+    parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(time_parts(**json.loads(args.one))))
+        return
+    begun_with, place = commit(), machine(args.device)
+    modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
+    for task, num_envs, compiled in [(t, n, c) for t in args.tasks for n in args.num_envs for c in modes]:
+        setting = dict(task=task, num_envs=num_envs, device=args.device, compiled=compiled)
+        parts = measure(setting | dict(seconds=args.seconds))
+        row = setting | dict(num_envs=parts.pop("num_envs"), compiled="yes" if compiled else "no")
+        row |= {part: f"{parts[part]:.1f}" for part in PARTS} | dict(commit=begun_with, machine=place)
+        print(row, flush=True)
+        write(RESULTS / "parts.csv", row, list(row), SETTING)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
