@@ -194,8 +194,7 @@ def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]]
     carried = (begins % S == 0) * (1 - starts.flatten()[begins])
     sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
     groups, outputs = [], []
-    for size in sizes.unique():
-        batch = sizes == size
+    for batch in sizes == sizes.unique()[:, None]:
         steps = torch.arange(lengths[batch].max())[:, None]
         positions = begins[batch] + steps  # past a piece's end what follows it, never looked at
         groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
@@ -225,21 +224,22 @@ class Memory(nn.Module):
         One step: x (N, F), starts (N,) -> features (N, H). Sequences: x (M, F), starts (M/S, S), on the CPU -> features
         (M, H), and the state as given: where the next sequence starts is known from the rollout.
         """
-        if starts.dim() == 1:
-            first = (state * (1 - starts).view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, N, H)
-            results = [lstm(x[None], (h, c)) for lstm, (h, c) in zip(self.lstms, first)]
-            last = torch.stack([torch.stack(after) for _, after in results])  # hidden and cell
-            return [output[0] for output, _ in results], last.movedim(3, 0)
+        if starts.dim() == 1:  # cell by cell, three times as fast as nn.LSTM, which is made for sequences
+            state, features, last = state * (1 - starts).view(-1, 1, 1, 1, 1), [x] * len(self.lstms), state.clone()
+            for k, lstm in enumerate(self.lstms):
+                for layer, weights in enumerate(lstm.all_weights):
+                    features[k], cell = torch.lstm_cell(features[k], state[:, k, :, layer].unbind(1), *weights)
+                    last[:, k, :, layer] = torch.stack([features[k], cell], 1)
+            return features, last
         groups, rows = cut_at_episodes(starts)
-        outputs = [[] for _ in self.lstms]
+        outputs = []  # of each group, of each LSTM
         for group in groups:
             sequences, carried, positions = [index.to(x.device, non_blocking=True) for index in group]
-            first = (state[sequences] * carried.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()
+            first = (state[sequences] * carried.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, P, H)
             steps = x[positions]  # (longest, P, F)
-            for output, lstm, (h, c) in zip(outputs, self.lstms, first):
-                output.append(lstm(steps, (h, c))[0].flatten(0, 1))
+            outputs.append([lstm(steps, (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
         rows = rows.to(x.device, non_blocking=True)
-        return [torch.cat(output).index_select(0, rows) for output in outputs], state
+        return [torch.cat(output).index_select(0, rows) for output in zip(*outputs)], state
 
 
 class Agent(nn.Module):
