@@ -125,10 +125,11 @@ def test_every_episode_is_counted_once(probed_script):
 
 
 def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
-    """Catches: transitions that no env made, as NEXT_STEP autoreset adds at each episode's end, and shifted arrays."""
+    """Catches: transitions that no env made, as NEXT_STEP autoreset adds at each episode's end, shifted arrays, and
+    log-probabilities of another policy than the one that acted, as after a move of the statistics."""
     Logged.log.clear()
     args = probe_args(probed_script, "Logged", num_envs=3, num_steps=16, total_timesteps=3 * 48)
-    rollouts, queries, acted_on = [], [], []
+    rollouts, queries, acted_on, logprobs, logprobs_after = [], [], [], [], []
     compute_gae, look = probed_script.compute_gae, probed_script.Agent.get_action_and_value
     act = getattr(probed_script.Agent, "get_action", None)  # where log-probabilities and values come after the rollout
 
@@ -140,11 +141,14 @@ def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
         result = look(self, obs, *rest, **options)
         if not torch.is_grad_enabled():  # of one step, or of a whole rollout
             queries.extend(zip(*(x.clone().unflatten(0, (-1, 3)).numpy() for x in (obs, result[0], result[3]))))
+            logprobs_after.extend(result[1].unflatten(0, (-1, 3)).numpy())
         return result
 
     def spy_act(self, obs):
+        action = act(self, obs)
         acted_on.append(obs.clone().numpy())
-        return act(self, obs)
+        logprobs.append(look(self, obs, action)[1].clone().numpy())
+        return action
 
     monkeypatch.setattr(probed_script, "compute_gae", spy_gae)
     monkeypatch.setattr(probed_script.Agent, "get_action_and_value", spy_look)
@@ -156,6 +160,7 @@ def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
 
     if act:
         np.testing.assert_array_equal(acted_on, [obs for obs, _, _ in queries])
+        np.testing.assert_allclose(logprobs, logprobs_after, rtol=1e-4, atol=1e-6)  # of the policy that acted
 
     # (T, N) arrays of what the envs saw, for each of the three iterations
     log = iter(Logged.log)
