@@ -610,6 +610,9 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
         prepare_process(args)
         env = make_env()
         if video_dir:
+            if "camera" not in args.env_kwargs:
+                with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
+                    env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id
             asked_for = lambda episode: episode < args.eval_episodes
             env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
         return env
@@ -764,8 +767,7 @@ def try_camera(args: Args) -> None:
         with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(args, 1, Path(name, "film"))) as envs:
             envs.reset(seed=[0])
     except Exception as error:  # whatever an env, a renderer or an encoder may raise
-        reason = str(error) or type(error).__name__
-        raise UserError(f"--capture-video: {args.env_id} cannot be filmed: {reason}") from None
+        raise UserError(f"--capture-video cannot film {args.env_id}: {str(error) or type(error).__name__}") from None
 
 
 def report(returns: list[float], episodes: int) -> None:
@@ -1023,14 +1025,12 @@ class Run(contextlib.ExitStack):
         """Play with the agent of the checkpoint just written, and log the mean return; a signal ends it."""
         if self.rank:
             return
-        args = self.args
+        args, path = self.args, self.folder / "checkpoint.pt"
         try:
             self.evaluating = True
             if self.signals:  # since the loop looked
                 raise KeyboardInterrupt
-            returns = evaluate(
-                self.folder / "checkpoint.pt", args.eval_episodes, args.deterministic, args.capture_video
-            )
+            returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
             self.evaluating = False
         except KeyboardInterrupt:
             self.evaluating, returns = False, []
@@ -1041,7 +1041,7 @@ class Run(contextlib.ExitStack):
             import wandb
 
             with contextlib.suppress(Exception):
-                films = [wandb.Video(str(path)) for path in videos]
+                films = [wandb.Video(str(video)) for video in videos]
                 self.wandb_run.log({"eval/videos": films, "global_step": self.global_step})
 
     def reset(self, envs: VectorEnv) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Evaluation: whole episodes, raw returns, a random stream of its own; and videos that can be watched."""
 
+import contextlib
+import importlib
 import re
 from pathlib import Path
 
@@ -160,6 +162,22 @@ def test_videos(script, monkeypatch, recorders):
     # evaluated again, the same folder holds the same videos
     script.evaluate(run_dir / "checkpoint.pt", 2, capture_video=True)
     assert sorted(run_dir.glob("videos/*/*.mp4")) == videos
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lstm"])
+def test_the_camera_follows_a_runner(name, tmp_path):
+    """Catches: films of MuJoCo in which the agent runs out of the picture; a camera that was asked for, not used."""
+    script = importlib.import_module(name)
+
+    def camera(**arguments) -> int:
+        args = script.Args(**arguments)
+        with contextlib.closing(script.make_envs(args, 1, tmp_path)) as envs:
+            return envs.unwrapped.envs[0].unwrapped.mujoco_renderer.camera_id
+
+    assert camera(env_id="HalfCheetah-v5") == 0  # the model's own camera, which follows its centre of mass
+    assert camera(env_id="HalfCheetah-v5", env_kwargs='{"camera_id": -1}') == -1
+    assert camera(env_id="HalfCheetah-v5", env_kwargs='{"default_camera_config": {"distance": 9}}') == -1
+    assert camera(env_id="InvertedPendulum-v5") == -1  # it has none
 
 
 def test_training_never_renders(script, monkeypatch, recorders):

@@ -202,6 +202,6 @@ def test_the_command_refuses_an_env_that_cannot_render(launcher, when):
     assert process.returncode == 2, process.stderr
     assert "Traceback" not in process.stderr
     *warnings, told = process.stderr.strip().splitlines()  # the warnings are gymnasium's
-    assert re.match(r"error: --capture-video: .* cannot be filmed: \w", told)
+    assert re.match(r"error: --capture-video cannot film .*: \w", told)
     assert not [line for line in warnings if line.startswith("error")]
     assert when == "evaluate" or os.listdir() == []
