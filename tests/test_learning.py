@@ -5,9 +5,9 @@ import re
 import pytest
 from conftest import flags, run_script
 
-# after so many steps, the mean return of the likeliest actions is at least (seeds 1 to 3: 392 and 286; without memory
-# the LSTM's task gives 50); benchmark/results has the whole curves
-LEARNS_CARTPOLE = {"ppo": (80_000, 200), "ppo_lstm": (50_000, 150)}
+# after so many steps, the mean return of the likeliest actions is at least (seeds 1 to 3: 301 to 442, and 116 to 141;
+# without memory the LSTM's task gives 50); benchmark/results has the whole curves
+LEARNS_CARTPOLE = {"ppo": (40_000, 200), "ppo_lstm": (30_000, 80)}
 
 
 def evaluated_mean(name: str, **arguments) -> float:

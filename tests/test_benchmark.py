@@ -1,0 +1,106 @@
+"""benchmark/: what is measured is what the results say it is."""
+
+import csv
+import json
+import time
+from pathlib import Path
+
+import learning_curves
+import numpy as np
+import parts
+import throughput
+import torch
+from conftest import SMALL, flags, parameters, read_scalars
+
+import ppo
+
+
+def test_each_part_of_the_time_is_told_apart(monkeypatch):
+    """Catches: env steps that count as the policy's time, advantages as the update's, logging as nobody's."""
+    waits = dict(policy=0.002, envs=0.004, advantages=0.3, update=0.03, rest=0.4)  # seconds of each call
+    calls = dict(policy=128, envs=128, advantages=1, update=16, rest=1)  # in an iteration of 4 envs
+
+    def slowed(function, part):
+        return lambda *args, **options: (time.sleep(waits[part]), function(*args, **options))[1]
+
+    make_envs = ppo.make_envs
+
+    def make_slow_envs(*args):
+        envs = make_envs(*args)
+        envs.step = slowed(envs.step, "envs")
+        return envs
+
+    monkeypatch.setattr(ppo, "make_envs", make_slow_envs)
+    monkeypatch.setattr(ppo.Agent, "get_action", slowed(ppo.Agent.get_action, "policy"))
+    monkeypatch.setattr(ppo, "compute_gae", slowed(ppo.compute_gae, "advantages"))
+    monkeypatch.setattr(ppo, "minibatch_loss", slowed(ppo.minibatch_loss, "update"))
+    monkeypatch.setattr(ppo.Run, "log", slowed(ppo.Run.log, "rest"))
+    monkeypatch.setattr(ppo.Run, "note_step", ppo.Run.note_step)  # put back, as all that time_parts replaces
+    found = parts.time_parts("cartpole", 4, "cpu", False, seconds=0)
+    assert found.pop("num_envs") == 4
+    for part, microseconds in found.items():
+        assert microseconds >= 1e6 * waits[part] * calls[part] / 512, part
+
+
+def test_a_measured_speed_is_that_of_the_log(monkeypatch):
+    """Catches: a speed with the first iteration in it, in which imports and compilers work, or of the wrong number of
+    steps."""
+    moments, log = [], ppo.Run.log
+
+    def slow_at_first(run, *args):
+        time.sleep(0.5 if moments else 2)
+        log(run, *args)
+        moments.append(time.time())
+
+    monkeypatch.setattr(ppo.Run, "log", slow_at_first)
+    speed = throughput.run_ours("cartpole", 4, "cpu", False, seconds=0, scaling=False)
+    assert len(moments) == 3
+    np.testing.assert_allclose(speed, 2 * 512 / (moments[-1] - moments[0]), rtol=0.2)
+
+
+def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
+    """Catches: a curve of another seed, a mean that is not of the last episodes, a run begun anew that was there."""
+    monkeypatch.setattr(learning_curves, "RESULTS", tmp_path)
+    arguments = SMALL["ppo"] | dict(num_steps=64, total_timesteps=512)
+    runs = {}
+    for seed in (1, 2):
+        result = launcher.run("ppo", *flags(**arguments, seed=seed, exp_name="ppo-quick"))
+        assert result.returncode == 0, result.stderr
+        (runs[seed],) = Path("runs").glob(f"CartPole-v1__ppo-quick__{seed}__*")
+    learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)
+    with open(tmp_path / "ppo__CartPole-v1__quick.csv") as file:
+        rows = list(csv.DictReader(file))
+    with open(tmp_path / "summary.csv") as file:
+        summary = {row["seed"]: row for row in csv.DictReader(file)}
+    for seed, run_dir in runs.items():
+        ours = [(int(row["global_step"]), float(row["episodic_return"])) for row in rows if row["seed"] == str(seed)]
+        np.testing.assert_allclose(ours, read_scalars(run_dir)["charts/episodic_return"], rtol=1e-3)
+        last = torch.load(run_dir / "checkpoint.pt", weights_only=True)["recent_returns"]
+        line = summary[str(seed)]
+        assert (line["env_id"], line["global_step"], line["episodes"]) == ("CartPole-v1__quick", "512", str(len(last)))
+        assert float(line["mean_return"]) == round(float(np.mean(last)), 2)
+
+    before = parameters(runs[1])
+    again = learning_curves.train("ppo.py", "CartPole-v1", 1, "quick", Path.cwd(), [])
+    assert again.samefile(runs[1])
+    assert all(torch.equal(before[name], value) for name, value in parameters(again).items())
+    assert "resuming" in Path("CartPole-v1__ppo-quick__1.log").read_text()
+
+
+def test_a_row_replaces_that_of_the_same_setting(tmp_path):
+    """Catches: tables that hold the same measurement twice, or lose that of another machine."""
+    path, columns = tmp_path / "rows.csv", ["task", "num_envs", "steps", "machine"]
+    for task, num_envs, steps, machine in [("a", 4, 1, "x"), ("a", 8, 2, "x"), ("a", 4, 3, "y"), ("a", 4, 5, "x")]:
+        row = dict(task=task, num_envs=num_envs, steps=steps, machine=machine)
+        throughput.write(path, row, columns, ["task", "num_envs"])
+    with open(path) as file:
+        found = [(row["num_envs"], row["machine"], row["steps"]) for row in csv.DictReader(file)]
+    assert found == [("8", "x", "2"), ("4", "y", "3"), ("4", "x", "5")]
+
+
+def test_tasks_are_those_of_the_scripts():
+    """Catches: a task whose settings its script no longer takes, found by whoever measures next."""
+    for task in throughput.OURS:
+        name, changes = throughput.arguments(task, 0)
+        script = __import__(name)
+        assert json.dumps(vars(script.Args(**changes)), default=str)
