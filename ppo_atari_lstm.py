@@ -79,7 +79,7 @@ class Args:
     # environment
 
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"gravity": 5.0}'
+    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"repeat_action_probability": 0.25}'
     num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
     env_threads: int = 0  # threads that emulate the games, 0 for one per core
 
@@ -137,9 +137,8 @@ class AtariLives(VectorWrapper):
         self.fire = fire
 
     def reset(self, *, seed=None, options=None):
-        if isinstance(self.unwrapped, AtariVectorEnv) and seed is not None:
-            seed = np.asarray(seed)
-        obs, infos = self.env.reset(seed=seed, options=options)
+        seeds = np.asarray(seed) if isinstance(self.unwrapped, AtariVectorEnv) and seed is not None else seed
+        obs, infos = self.env.reset(seed=seeds, options=options)
         self.lives = infos["lives"]
         self.life_starts = np.ones(self.num_envs, bool)
         return obs, infos
@@ -163,10 +162,10 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     truncate a game. infos["final_obs"] is valid only where a game ended. To record games in `video_dir`, they run in
     gymnasium's own wrappers, whose observations are the same. Raises UserError for an id that is no Atari game.
     """
-    spec = find_spec(args)
+    with refusing(args):
+        spec = gym.spec(args.env_id)
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
-        others = "ppo.py for Discrete actions and vectors, ppo_continuous_action.py for Box actions"
-        advice = f"give an id like BreakoutNoFrameskip-v4 or ALE/Breakout-v5, or use {others}"
+        advice = "give an id like BreakoutNoFrameskip-v4 or ALE/Breakout-v5, or use ppo.py or ppo_continuous_action.py"
         raise UserError(f"{args.env_id} is no Atari game with a fixed frame skip: {advice}")
     frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
 
@@ -178,21 +177,22 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         env = RecordVideo(env, str(video_dir), asked_for, fps=60 // frame_skip, disable_logger=True)
         return FrameStackObservation(env, 1, padding_type="zero")
 
-    if video_dir:
-        envs = SyncVectorEnv([make_recorded_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-        meanings = envs.envs[0].unwrapped.get_action_meanings()
-    else:
-        envs = AtariVectorEnv(
-            **spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs),
-            num_envs=num_envs,
-            num_threads=num_threads(args.env_threads),
-            stack_num=1,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            noop_max=30,
-            reward_clipping=False,  # AtariLives does it, after the returns were recorded
-            use_fire_reset=False,  # AtariLives does it, at every life
-        )
-        meanings = [action.name for action in envs.ale.get_action_set()]
+    with refusing(args):
+        if video_dir:
+            envs = SyncVectorEnv([make_recorded_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+            meanings = envs.envs[0].unwrapped.get_action_meanings()
+        else:
+            envs = AtariVectorEnv(
+                **spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs),
+                num_envs=num_envs,
+                num_threads=num_threads(args.env_threads),
+                stack_num=1,
+                autoreset_mode=AutoresetMode.SAME_STEP,
+                noop_max=30,
+                reward_clipping=False,  # AtariLives does it, after the returns were recorded
+                use_fire_reset=False,  # AtariLives does it, at every life
+            )
+            meanings = [action.name for action in envs.ale.get_action_set()]
     fire = meanings.index("FIRE") if "FIRE" in meanings else None
     return AtariLives(RecordEpisodeStatistics(envs), fire)
 
@@ -204,7 +204,6 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     return layer
 
 
-@torch.compiler.disable
 def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
     """Cut sequences, `starts` (M/S, S), where an episode starts: a library LSTM kernel can run over each piece.
 
@@ -212,8 +211,7 @@ def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]]
     steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
     """
     S, end = starts.shape[1], starts.numel()
-    cuts = starts > 0
-    cuts[:, 0] = True
+    cuts = (starts > 0) | (torch.arange(S) == 0)
     begins = cuts.flatten().nonzero().squeeze(1)
     lengths = torch.diff(begins, append=torch.tensor([end]))
     carried = (begins % S == 0) * (1 - starts.flatten()[begins])
@@ -224,9 +222,7 @@ def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]]
         positions = begins[batch] + steps  # past a piece's end what follows it, never looked at
         groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
         outputs.append(torch.where(steps < lengths[batch], positions, end).flatten())
-    rows = torch.empty(end + 1, dtype=torch.long)
-    rows[torch.cat(outputs)] = torch.arange(sum(map(len, outputs)))
-    return groups, rows[:end]
+    return groups, torch.cat(outputs).argsort()[:end]
 
 
 class Memory(nn.Module):
@@ -237,6 +233,7 @@ class Memory(nn.Module):
         self.lstms = nn.ModuleList(nn.LSTM(input_size, hidden_size, num_layers) for _ in range(num_lstms))
         for name, parameter in self.named_parameters():  # [lstm 1]
             nn.init.constant_(parameter, 0.0) if "bias" in name else nn.init.orthogonal_(parameter, 1.0)
+        self.weights = [lstm.all_weights for lstm in self.lstms]  # for --compile, which cannot look into an nn.LSTM
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zeros [lstm 2], (num_envs, K, 2, L, H)."""
@@ -249,13 +246,18 @@ class Memory(nn.Module):
         One step: x (N, F), starts (N,) -> features (N, H). Sequences: x (M, F), starts (M/S, S), on the CPU -> features
         (M, H), and the state as given: where the next sequence starts is known from the rollout.
         """
-        if starts.dim() == 1:  # cell by cell, three times as fast as nn.LSTM, which is made for sequences
-            state, features, last = state * (1 - starts).view(-1, 1, 1, 1, 1), [x] * len(self.lstms), state.clone()
-            for k, lstm in enumerate(self.lstms):
-                for layer, weights in enumerate(lstm.all_weights):
-                    features[k], cell = torch.lstm_cell(features[k], state[:, k, :, layer].unbind(1), *weights)
-                    last[:, k, :, layer] = torch.stack([features[k], cell], 1)
-            return features, last
+        if starts.dim() > 1:
+            return self.run_sequences(x, state, starts), state
+        state, features, last = state * (1 - starts).view(-1, 1, 1, 1, 1), [x] * len(self.lstms), state.clone()
+        for k, layers in enumerate(self.weights):  # cell by cell, three times as fast as nn.LSTM
+            for layer, weights in enumerate(layers):
+                features[k], cell = torch.lstm_cell(features[k], state[:, k, :, layer].unbind(1), *weights)
+                last[:, k, :, layer] = torch.stack([features[k], cell], 1)
+        return features, last
+
+    @torch.compiler.disable
+    def run_sequences(self, x: Tensor, state: Tensor, starts: Tensor) -> list[Tensor]:
+        """The features of whole sequences, by nn.LSTM, which is made for them."""
         groups, rows = cut_at_episodes(starts)
         outputs = []  # of each group, of each LSTM
         for group in groups:
@@ -264,7 +266,7 @@ class Memory(nn.Module):
             steps = x[positions]  # (longest, P, F)
             outputs.append([lstm(steps, (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
         rows = rows.to(x.device, non_blocking=True)
-        return [torch.cat(output).index_select(0, rows) for output in zip(*outputs)], state
+        return [torch.cat(output).index_select(0, rows) for output in zip(*outputs)]
 
 
 class Agent(nn.Module):
@@ -490,13 +492,11 @@ def evaluate(
         agent = Agent(envs, args)
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
-        agent_state, starts = agent.memory.initial_state(1), torch.ones(1)
+        memory, starts = agent.memory.initial_state(1), torch.ones(1)
         for _ in range(episodes * EPISODE_LIMIT):
             if len(returns) == episodes:
                 break
-            action, _, _, _, agent_state = agent.get_action_and_value(
-                torch.as_tensor(obs), agent_state, starts, deterministic=deterministic
-            )
+            action, *_, memory = agent.get_action_and_value(torch.as_tensor(obs), memory, starts, None, deterministic)
             obs, _, terminations, truncations, infos = envs.step(action.numpy())
             starts = torch.as_tensor(terminations | truncations).float()
             if "episode" in infos:
@@ -511,6 +511,7 @@ def evaluate(
 # ruff: noqa: E402
 
 import argparse
+import atexit
 import ctypes
 import difflib
 import errno
@@ -567,7 +568,7 @@ def check_args(args: Args) -> None:
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
     require(args, "ent_coef vf_coef patience", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
-    require(args, "env_kwargs", is_json_object, """JSON such as '{"gravity": 5.0}'""")
+    require(args, "env_kwargs", is_json_object, "a JSON object, as in --help")
     if args.resume:
         return  # the rest depends on arguments that are still in the checkpoint
     size = args.num_envs * args.num_steps
@@ -587,20 +588,19 @@ def is_json_object(text: str) -> bool:
     return False
 
 
-def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
-    """The answer to an env that cannot be made; `known` are ids that gymnasium does not know."""
-    near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
-    hint = f" (registered ids like it: {', '.join(near)})" if near else ""
-    reason = " ".join(str(error).split())  # on one line
-    return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
-
-
-def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
-    """What gymnasium knows of the env."""
+@contextlib.contextmanager
+def refusing(args: Args, *known: str) -> Iterator[None]:
+    """Raise a UserError where an env cannot be made; `known` are ids that gymnasium does not know."""
+    usual = (gym.error.Error, ImportError, TypeError, NotImplementedError)
     try:
-        return gym.spec(args.env_id)
-    except gym.error.Error as error:
-        raise unknown_env(args, error) from None
+        yield
+    except Exception as error:  # arguments of an env may have it raise whatever it likes
+        if isinstance(error, UserError) or (args.env_kwargs == "{}" and not isinstance(error, usual)):
+            raise
+        near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
+        hint = f" (registered ids like it: {', '.join(near)})" if near and args.env_id not in near else ""
+        reason = " ".join((str(error) if isinstance(error, usual) else repr(error)).split())  # on one line
+        raise UserError(f"cannot make the env {args.env_id}: {reason}{hint}") from None
 
 
 def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
@@ -619,10 +619,8 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
 
     parallel = args.vectorization == "async" and not video_dir
     vector_env = gym.vector.AsyncVectorEnv if parallel else gym.vector.SyncVectorEnv
-    try:
+    with refusing(args, *known):
         envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise unknown_env(args, error, *known) from None
     close = envs.close  # a worker that hangs in its env is killed after a second, or by a second Ctrl-C at once
     envs.close = lambda: close(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt)
     return envs
@@ -808,8 +806,9 @@ class Run(contextlib.ExitStack):
         torch.manual_seed(args.seed)
         self.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(num_threads(args.torch_threads))
-        self.callback(setattr, torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
-        torch.backends.cudnn.deterministic = args.torch_deterministic
+        for name, value in dict(deterministic=args.torch_deterministic, allow_tf32=False).items():  # float32 is float32
+            self.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+            setattr(torch.backends.cudnn, name, value)
         keep_freed_memory()
 
     def share(self, name: str) -> int:
@@ -984,7 +983,7 @@ class Run(contextlib.ExitStack):
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
         args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init}
-        rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
         state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
@@ -1079,9 +1078,9 @@ class Run(contextlib.ExitStack):
         if not self.args.compile:
             return function
         if self.device.type == "cpu":
-            return torch.compile(function, options={"cpp_wrapper": True})
+            return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
-        graph = torch.compile(function, options=options)
+        graph = torch.compile(function, options=options, dynamic=False)
 
         def replay(*args):
             torch.compiler.cudagraph_mark_step_begin()
@@ -1090,7 +1089,7 @@ class Run(contextlib.ExitStack):
         return replay
 
     def average_gradients(self, agent: nn.Module) -> None:
-        """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
+        """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
         if self.processes > 1:
             gradients = [p.grad for p in agent.parameters() if p.grad is not None]
             nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
@@ -1115,9 +1114,9 @@ class Run(contextlib.ExitStack):
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)
-            mean_return = float(np.mean(self.recent_returns))
-            if mean_return > self.kept["best_return"]:
-                self.kept.update(best_return=mean_return, best_step=self.global_step)
+        mean_return = float(np.mean(self.recent_returns or -math.inf))
+        if mean_return > self.kept["best_return"] or len(self.recent_returns) < 100:  # too few to judge by
+            self.kept.update(best_return=mean_return, best_step=self.global_step)
         if self.rank == 0:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.global_step)
@@ -1162,7 +1161,7 @@ def spell_out(argv: list[str]) -> list[str]:
             result += [f"--{name.removeprefix('no_')}", "False"]
         elif before in booleans:
             result.append(word.capitalize())
-        elif types.get(before) is int and re.fullmatch(r"[\d.]+e\d+", word) and float(word).is_integer():
+        elif types.get(before) is int and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word).is_integer():
             result.append(str(int(float(word))))
         else:
             result.append(word)
@@ -1203,6 +1202,7 @@ def join_processes(args: Args) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # nccl wants a GPU for each
         dist.init_process_group(backend, timeout=timedelta(days=1))  # they wait while the first one evaluates
+        atexit.register(dist.destroy_process_group)
         if dist.get_rank():
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 

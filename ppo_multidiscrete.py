@@ -81,7 +81,7 @@ class Args:
     # environment
 
     env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0" to import its module
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"gravity": 5.0}'
+    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
     mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: where the env tells which
@@ -126,7 +126,9 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     cannot be made, and for spaces that this script does not handle.
     """
     if args.env_id in MICRORTS:
-        envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **json.loads(args.env_kwargs))
+        with refusing(args):
+            options = json.loads(args.env_kwargs)
+            envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **options)
         return RecordEpisodeStatistics(RecordGame(envs, video_dir, args.eval_episodes) if video_dir else envs)
     if args.mask_actions:
         raise UserError(f"{args.env_id} does not tell which actions are invalid: leave --mask-actions out")
@@ -171,7 +173,8 @@ class Agent(nn.Module):
         first_choices = torch.tensor(self.nvec).cumsum(0) - torch.tensor(self.nvec)  # each component's column of L
         self.register_buffer("first_choices", first_choices, persistent=False)
         # (N, L) bool, the valid choices when the agent last acted; all, as they are here, where the env does not tell
-        self.register_buffer("masks", torch.ones((1, sum(self.nvec)), dtype=torch.bool), persistent=False)
+        all_valid = torch.ones((envs.num_envs, sum(self.nvec)), dtype=torch.bool)
+        self.register_buffer("masks", all_valid, persistent=False)
 
         def mlp(out_features: int, std: float) -> nn.Sequential:
             hidden1 = layer_init(nn.Linear(obs_shape[0], 64))
@@ -208,7 +211,7 @@ class Agent(nn.Module):
     def ask_envs(self, units: Tensor | None = None) -> None:
         """Note in self.masks what is valid now in the envs: the units, and what the chosen ones can do, if given."""
         masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
-        self.masks = torch.as_tensor(masks, device=self.masks.device)
+        self.masks.copy_(torch.as_tensor(masks))  # in place, for a CUDA graph reads them where they were
 
     def get_action_and_value(
         self, obs: Tensor, action: Tensor | None = None, masks: Tensor | None = None, deterministic: bool = False
@@ -731,6 +734,7 @@ class RecordGame(VectorWrapper):
 # ruff: noqa: E402
 
 import argparse
+import atexit
 import ctypes
 import difflib
 import errno
@@ -787,7 +791,7 @@ def check_args(args: Args) -> None:
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
     require(args, "ent_coef vf_coef patience", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
-    require(args, "env_kwargs", is_json_object, """JSON such as '{"gravity": 5.0}'""")
+    require(args, "env_kwargs", is_json_object, "a JSON object, as in --help")
     if args.resume:
         return  # the rest depends on arguments that are still in the checkpoint
     size = args.num_envs * args.num_steps
@@ -807,20 +811,19 @@ def is_json_object(text: str) -> bool:
     return False
 
 
-def unknown_env(args: Args, error: Exception, *known: str) -> UserError:
-    """The answer to an env that cannot be made; `known` are ids that gymnasium does not know."""
-    near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
-    hint = f" (registered ids like it: {', '.join(near)})" if near else ""
-    reason = " ".join(str(error).split())  # on one line
-    return UserError(f"cannot make the env {args.env_id}: {reason}{hint}")
-
-
-def find_spec(args: Args) -> gym.envs.registration.EnvSpec:
-    """What gymnasium knows of the env."""
+@contextlib.contextmanager
+def refusing(args: Args, *known: str) -> Iterator[None]:
+    """Raise a UserError where an env cannot be made; `known` are ids that gymnasium does not know."""
+    usual = (gym.error.Error, ImportError, TypeError, NotImplementedError)
     try:
-        return gym.spec(args.env_id)
-    except gym.error.Error as error:
-        raise unknown_env(args, error) from None
+        yield
+    except Exception as error:  # arguments of an env may have it raise whatever it likes
+        if isinstance(error, UserError) or (args.env_kwargs == "{}" and not isinstance(error, usual)):
+            raise
+        near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
+        hint = f" (registered ids like it: {', '.join(near)})" if near and args.env_id not in near else ""
+        reason = " ".join((str(error) if isinstance(error, usual) else repr(error)).split())  # on one line
+        raise UserError(f"cannot make the env {args.env_id}: {reason}{hint}") from None
 
 
 def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
@@ -839,10 +842,8 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
 
     parallel = args.vectorization == "async" and not video_dir
     vector_env = gym.vector.AsyncVectorEnv if parallel else gym.vector.SyncVectorEnv
-    try:
+    with refusing(args, *known):
         envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise unknown_env(args, error, *known) from None
     close = envs.close  # a worker that hangs in its env is killed after a second, or by a second Ctrl-C at once
     envs.close = lambda: close(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt)
     return envs
@@ -1028,8 +1029,9 @@ class Run(contextlib.ExitStack):
         torch.manual_seed(args.seed)
         self.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(num_threads(args.torch_threads))
-        self.callback(setattr, torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
-        torch.backends.cudnn.deterministic = args.torch_deterministic
+        for name, value in dict(deterministic=args.torch_deterministic, allow_tf32=False).items():  # float32 is float32
+            self.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+            setattr(torch.backends.cudnn, name, value)
         keep_freed_memory()
 
     def share(self, name: str) -> int:
@@ -1204,7 +1206,7 @@ class Run(contextlib.ExitStack):
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
         args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init}
-        rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
         state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
@@ -1299,9 +1301,9 @@ class Run(contextlib.ExitStack):
         if not self.args.compile:
             return function
         if self.device.type == "cpu":
-            return torch.compile(function, options={"cpp_wrapper": True})
+            return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
-        graph = torch.compile(function, options=options)
+        graph = torch.compile(function, options=options, dynamic=False)
 
         def replay(*args):
             torch.compiler.cudagraph_mark_step_begin()
@@ -1310,7 +1312,7 @@ class Run(contextlib.ExitStack):
         return replay
 
     def average_gradients(self, agent: nn.Module) -> None:
-        """Replace each gradient by its mean over all processes, which is that of the whole minibatch."""
+        """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
         if self.processes > 1:
             gradients = [p.grad for p in agent.parameters() if p.grad is not None]
             nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
@@ -1335,9 +1337,9 @@ class Run(contextlib.ExitStack):
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)
-            mean_return = float(np.mean(self.recent_returns))
-            if mean_return > self.kept["best_return"]:
-                self.kept.update(best_return=mean_return, best_step=self.global_step)
+        mean_return = float(np.mean(self.recent_returns or -math.inf))
+        if mean_return > self.kept["best_return"] or len(self.recent_returns) < 100:  # too few to judge by
+            self.kept.update(best_return=mean_return, best_step=self.global_step)
         if self.rank == 0:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, self.global_step)
@@ -1382,7 +1384,7 @@ def spell_out(argv: list[str]) -> list[str]:
             result += [f"--{name.removeprefix('no_')}", "False"]
         elif before in booleans:
             result.append(word.capitalize())
-        elif types.get(before) is int and re.fullmatch(r"[\d.]+e\d+", word) and float(word).is_integer():
+        elif types.get(before) is int and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word).is_integer():
             result.append(str(int(float(word))))
         else:
             result.append(word)
@@ -1423,6 +1425,7 @@ def join_processes(args: Args) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # nccl wants a GPU for each
         dist.init_process_group(backend, timeout=timedelta(days=1))  # they wait while the first one evaluates
+        atexit.register(dist.destroy_process_group)
         if dist.get_rank():
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 

@@ -170,5 +170,14 @@ def hidden_cart_pole(**kwargs) -> gym.Env:
     return gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
 
 
+class OwnSpace(CartPoleEnv):
+    """CartPole that says besides, in a space of its own, what there is to do."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.observation_space = gym.spaces.Dict(obs=self.observation_space, mission=gym.Space())
+
+
+gym.register("OwnSpace-v0", entry_point=OwnSpace)
 gym.register("CartPoleMultiDiscrete-v0", entry_point=multi_discrete_cart_pole, max_episode_steps=500)
 gym.register("CartPoleHidden-v0", entry_point=hidden_cart_pole, max_episode_steps=500)

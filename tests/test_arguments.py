@@ -117,6 +117,41 @@ def test_wrong_env(main, name, env_id, word):
     assert len(result[2].strip().splitlines()) == 1
 
 
+# arguments that an env cannot take: by another name, of another type, out of range, for a file that is not there
+WRONG_KWARGS = [
+    ("ppo", "CartPole-v1", '{"gravity": 5.0}', "gravity"),
+    ("ppo", "FrozenLake-v1", '{"map_name": "9x9"}', "9x9"),
+    ("ppo", "LunarLander-v3", '{"gravity": 5.0}', "gravity"),
+    ("ppo_continuous_action", "Ant-v5", '{"xml_file": "nowhere.xml"}', "nowhere.xml"),
+    ("ppo_atari", "BreakoutNoFrameskip-v4", '{"gravity": 5.0}', "gravity"),
+    ("ppo_atari", "BreakoutNoFrameskip-v4", '{"render_mode": "human"}', "render_mode"),
+    ("ppo_atari_lstm", "PongNoFrameskip-v4", '{"num_envs": 3}', "num_envs"),
+    ("ppo_multidiscrete", "MicrortsMining-v4", '{"gravity": 5.0}', "gravity"),
+]
+
+
+@pytest.mark.parametrize(("name", "env_id", "kwargs", "word"), WRONG_KWARGS)
+def test_wrong_env_kwargs(main, name, env_id, kwargs, word):
+    """Catches: an env that does not know its arguments, answered by a traceback."""
+    script = __import__(name)
+    result = main(script, *small_flags(script), "--env-id", env_id, "--env-kwargs", kwargs)
+    assert_refused(result, env_id, word)
+    assert result[2].strip().splitlines()[-1].startswith("error: cannot make the env")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, indirect=True)
+def test_the_example_of_env_kwargs_works(script):
+    """Catches: a help whose example the script's own default env refuses."""
+    (example,) = re.findall(r"as JSON: '(.*)'", Path(script.__file__).read_text())
+    script.make_envs(small_args(script, env_id=script.Args().env_id, env_kwargs=example), 1).close()
+
+
+def test_an_observation_space_that_cannot_be_flat(main):
+    """Catches: a Dict with a space of the env's own, as MiniGrid's mission, that ends in a traceback."""
+    ppo = __import__("ppo")
+    assert_refused(main(ppo, *small_flags(ppo), "--env-id", "probe_envs:OwnSpace-v0"), "OwnSpace")
+
+
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_exit_code_of_the_process(script):
     """Catches: a refusal that a shell script takes for success."""

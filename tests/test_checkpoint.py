@@ -340,3 +340,16 @@ def test_a_folder_that_cannot_be_made(script, launcher):
     assert process.stderr.startswith("error: cannot write to runs/")
     assert process.stderr.count("\n") == 1
     assert os.listdir() == ["runs"]
+
+
+def test_without_cuda_no_gpu_is_touched(script, monkeypatch):
+    """Catches: --no-cuda that takes memory of a GPU all the same, or fails for one that is full."""
+
+    def touch(*_):
+        raise AssertionError("a GPU was touched")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, touch)
+    run_dir = script.train(small_args(script, cuda=False))
+    script.train(script.Args(resume=str(run_dir), total_timesteps=2 * small_args(script).total_timesteps, cuda=False))

@@ -35,7 +35,8 @@ def test_every_way_to_write_a_boolean(script, monkeypatch):
 
 def test_whole_numbers_in_scientific_notation(script, monkeypatch):
     """Catches: `--total-timesteps 1e6` refused."""
-    assert parsed(script, monkeypatch, "--total-timesteps", "1e6").total_timesteps == 1_000_000
+    for million in ("1e6", "1E6", "1e+6", "1.0e6", "1000000", "1_000_000"):
+        assert parsed(script, monkeypatch, "--total-timesteps", million).total_timesteps == 1_000_000
     assert parsed(script, monkeypatch, "--total_timesteps=2.5e5").total_timesteps == 250_000
     with pytest.raises(SystemExit):
         parsed(script, monkeypatch, "--total-timesteps", "1.5")

@@ -67,7 +67,7 @@ DETAILS = {
     "cont": (range(1, 10), lambda name: name == "ppo_continuous_action"),
     "lstm": (range(1, 6), lambda name: "lstm" in name),
     "multi": ([1], lambda name: name == "ppo_multidiscrete"),
-    "aux": ([1, 3], lambda name: True),
+    "aux": ([1, 2, 3], lambda name: True),
 }
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import FOLD_SCRIPTS, flags, read_scalars, small_args
@@ -219,18 +220,30 @@ def test_minibatches_of_two_steps_are_accepted(script):
 def test_patience_ends_a_run(script):
     """Catches: a run that goes on for hours after it has stopped to improve."""
     options = dict(env_id="probe_envs:ThreeSteps-v0", total_timesteps=640)  # every return is 3
-    assert load(script.train(small_args(script, patience=3, **options)))["iteration"] == 1 + 3
+    assert load(script.train(small_args(script, patience=3, **options)))["iteration"] == 9 + 3  # by the 9th 96 ended
     assert load(script.train(small_args(script, patience=0, **options)))["iteration"] == 20
+
+
+def test_patience_begins_with_a_hundred_episodes():
+    """Catches: a run that ends before an episode did, or for the lucky first of them."""
+    script = importlib.import_module("ppo")
+    state = load(script.train(small_args(script, env_id="MountainCar-v0", patience=1)))
+    assert (state["iteration"], state["recent_returns"]) == (4, [])
+    state = load(script.train(small_args(script, seed=3, patience=1, total_timesteps=640, learning_rate=1e-9)))
+    returns = state["recent_returns"]
+    assert len(returns) < 100
+    assert returns[0] > np.mean(returns), "the first is lucky"
+    assert state["iteration"] == 20
 
 
 def test_patience_counts_steps():
     """Catches: patience that a resume with another batch size uses up, or fills again, for it counted iterations."""
     script = importlib.import_module("ppo_lstm")
     options = dict(env_id="probe_envs:ThreeSteps-v0")  # every return is 3: never better than at first
-    run_dir = script.train(small_args(script, patience=14, **options))
+    run_dir = script.train(small_args(script, patience=14, total_timesteps=384, **options))
     state = load(run_dir)
-    assert (state["global_step"], state["best_step"], state["best_return"]) == (128, 32, 3.0)
+    assert (state["global_step"], state["best_step"], state["best_return"]) == (384, 288, 3.0)
     batch_size = 8
     smaller = dict(num_steps=4, seq_len=4, total_timesteps=1024, patience=14)
     script.train(small_args(script, resume=str(run_dir), **options | smaller))
-    assert load(run_dir)["global_step"] == 32 + 14 * batch_size
+    assert load(run_dir)["global_step"] == 288 + 14 * batch_size

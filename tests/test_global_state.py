@@ -38,6 +38,7 @@ def unusual(monkeypatch):
         assert torch.get_num_threads() == 3
         assert [signal.getsignal(signum) for signum in SIGNALS] == [handler, handler]
         assert threading.excepthook is hook
+        assert torch.backends.cudnn.allow_tf32  # as torch has it
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
 

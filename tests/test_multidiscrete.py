@@ -97,6 +97,15 @@ def test_samples_follow_the_joint_distribution_given_the_unit(agent):
     assert {action[0] for action in counts} == {0, 2}
 
 
+def test_masks_stay_where_they_are(agent):
+    """Catches: CUDA graphs that are recorded anew in every step, for they read the masks at an address."""
+    where = agent.masks.data_ptr()
+    for _ in range(3):
+        agent.get_action_and_value(torch.randn(2, 3))
+        assert agent.masks.data_ptr() == where
+    assert agent.masks.shape == (2, sum(NVEC))
+
+
 def test_deterministic_takes_the_best_valid_choice_of_each_component(agent):
     """Catches: an argmax over invalid choices."""
     obs = torch.randn(2, 3)

@@ -52,6 +52,7 @@ DETAILS = {
     "lstm 5": "states rebuilt from the rollout's",
     "multi 1": "independent action components",
     "aux 1": "clip range annealing",
+    "aux 2": "gradients averaged over processes",
     "aux 3": "early stop by KL",
     "aux 4": "invalid action masks",
 }
@@ -73,7 +74,8 @@ def table() -> str:
     for tag, what in DETAILS.items():
         name = HOMES.get(tag) or HOMES[tag.split()[0]]
         source = (ROOT / name).read_text().splitlines()
-        cited = [number for number, line in enumerate(source, 1) if re.search(rf"\b{tag}\b", line)]
+        begin = source.index('"""', 1)  # of the script, whose docstring explains what a tag is
+        cited = [n for n, line in enumerate(source, 1) if n > begin and re.search(rf"\b{tag}\b", line)]
         where = ", ".join(f"[{name}:{number}](../{name}#L{number})" for number in cited[:3])
         lines.append(f"| {tag} | {what} | {where} |")
     return "\n".join(lines) + "\n"
