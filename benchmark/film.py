@@ -6,6 +6,7 @@ The script that a folder names plays with `--evaluate --capture-video`, which le
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -29,14 +30,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "agents.gif")
     parser.add_argument("--episodes", type=int, default=3, help="of which the longest is shown")
     parser.add_argument("--seconds", type=float, default=6)
-    parser.add_argument("--skip", type=float, default=2, help="seconds to leave out at the beginning")
+    parser.add_argument("--skip", type=float, nargs="+", default=[2], help="seconds left out of the beginning, of each")
     parser.add_argument("--height", type=int, default=160)
     parser.add_argument("--fps", type=int, default=12)
     args = parser.parse_args()
     clips = []
-    for run_dir in args.runs:
+    for run_dir, skip in zip(args.runs, itertools.cycle(args.skip)):
         clip = VideoFileClip(str(film(run_dir, args.episodes)))
-        begin = max(0.0, min(args.skip, clip.duration - args.seconds))
+        begin = max(0.0, min(skip, clip.duration - args.seconds))
         clip = clip.subclipped(begin, min(clip.duration, begin + args.seconds)).resized(height=args.height)
         clips.append(clip)
     shortest = min(clip.duration for clip in clips)

@@ -103,6 +103,19 @@ def test_a_compiled_policy_trains(script):
     assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
 
 
+def test_the_first_ratio_is_one(script, monkeypatch):
+    """Catches: a rollout and an update of another precision, as TF32 would be in cuDNN's LSTM, but not in its cells."""
+    ppo_loss, differences = script.ppo_loss, []
+
+    def spy(new_logprobs, old_logprobs, *rest):
+        differences.append((new_logprobs - old_logprobs).abs().max())
+        return ppo_loss(new_logprobs, old_logprobs, *rest)
+
+    monkeypatch.setattr(script, "ppo_loss", spy)
+    script.train(small_args(script, num_minibatches=1, update_epochs=1))
+    assert max(differences) < 1e-4
+
+
 def test_the_ratio_of_a_compiled_policy_is_one(script, monkeypatch):
     """Catches: log-probabilities of a graph's earlier replay."""
     torch._dynamo.reset()

@@ -43,8 +43,19 @@ def run_commands(recipe: str) -> str:
     return result.stdout
 
 
+@pytest.fixture
+def scontrol(monkeypatch, tmp_path_factory):
+    """SLURM's command, as far as a recipe needs it: notes what it was asked for in the file that is returned."""
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n')
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return folder / "asked"
+
+
 @pytest.mark.parametrize("title", RECIPES)
-def test_recipe(title):
+def test_recipe(title, scontrol):
     """Catches: a recipe whose lines are no longer in ppo.py, or that never worked as it is written."""
     recipe = RECIPES[title]
     write_files(recipe)
@@ -54,6 +65,7 @@ def test_recipe(title):
         assert best > 1.3 * first, "the search should have found a better learning rate"
     if "preempted" in title:
         assert "preempted: 143" in out
+        assert scontrol.read_text() == "requeue 17\n"
         finished = [path for path in Path("runs").iterdir() if (path / "checkpoint.pt").exists()]
         assert max(step for path in finished for step, _ in read_scalars(path)["charts/SPS"]) == 59_904
     if "intrinsic" in title:
