@@ -131,7 +131,7 @@ class Args:
         self.minibatch_sequences = num_sequences // self.num_minibatches
 
 
-VELOCITIES = {  # their indices in an observation, by the env's name without "Continuous" and version
+VELOCITIES = {  # their indices in an observation of gymnasium's envs, by name without "Continuous" and version
     "CartPole": [1, 3],
     "MountainCar": [1],
     "Pendulum": [2],
@@ -154,7 +154,8 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
-        hidden = VELOCITIES.get(env.spec.name.removesuffix("Continuous"))
+        is_known = str(env.spec.entry_point).startswith("gymnasium.envs")
+        hidden = is_known and VELOCITIES.get(env.spec.name.removesuffix("Continuous"))
         if args.mask_velocity and not hidden:
             raise UserError(f"the velocities of {args.env_id} are not in VELOCITIES: leave --mask-velocity out")
         if args.mask_velocity is not False and hidden:

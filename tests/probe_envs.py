@@ -164,9 +164,9 @@ def multi_discrete_cart_pole(**kwargs) -> gym.Env:
     )
 
 
-def hidden_cart_pole(**kwargs) -> gym.Env:
+def hidden_cart_pole(seen=(1, 0, 1, 0), **kwargs) -> gym.Env:
     """CartPole whose observation has zeros for velocities."""
-    env, seen = CartPoleEnv(**kwargs), np.array([1, 0, 1, 0], np.float32)
+    env, seen = CartPoleEnv(**kwargs), np.array(seen, np.float32)
     return gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
 
 

@@ -180,6 +180,18 @@ def test_velocities_are_hidden_where_they_are_known(launcher):
     assert "leave --mask-velocity out" in result.stderr
 
 
+def test_an_env_of_the_same_name_is_shown_whole():
+    """Catches: numbers hidden that are no velocities, in a user's own CartPole."""
+    gym.register("CartPole-v7", entry_point="probe_envs:hidden_cart_pole", kwargs=dict(seen=[1, 1, 1, 1]))
+    try:
+        envs = ppo_lstm.make_envs(ppo_lstm.Args(env_id="CartPole-v7"), 1)
+        assert envs.reset(seed=[1])[0].all()
+        with pytest.raises(ppo_lstm.UserError, match="leave --mask-velocity out"):
+            ppo_lstm.make_envs(ppo_lstm.Args(env_id="CartPole-v7", mask_velocity=True), 1)
+    finally:
+        del gym.registry["CartPole-v7"]
+
+
 def test_rewards_are_raised_to_the_floor_and_scaled(monkeypatch):
     """Catches: options of the rewards that are not used, or that change what is logged."""
     seen, original = [], ppo_lstm.compute_gae
