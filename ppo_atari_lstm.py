@@ -211,8 +211,7 @@ def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]]
     steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
     """
     S, end = starts.shape[1], starts.numel()
-    cuts = (starts > 0) | (torch.arange(S) == 0)
-    begins = cuts.flatten().nonzero().squeeze(1)
+    begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)
     lengths = torch.diff(begins, append=torch.tensor([end]))
     carried = (begins % S == 0) * (1 - starts.flatten()[begins])
     sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
@@ -492,11 +491,12 @@ def evaluate(
         agent = Agent(envs, args)
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
+        act = functools.partial(agent.get_action_and_value, deterministic=deterministic)
         memory, starts = agent.memory.initial_state(1), torch.ones(1)
         for _ in range(episodes * EPISODE_LIMIT):
             if len(returns) == episodes:
                 break
-            action, *_, memory = agent.get_action_and_value(torch.as_tensor(obs), memory, starts, None, deterministic)
+            action, *_, memory = act(torch.as_tensor(obs), memory, starts)
             obs, _, terminations, truncations, infos = envs.step(action.numpy())
             starts = torch.as_tensor(terminations | truncations).float()
             if "episode" in infos:
