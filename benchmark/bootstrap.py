@@ -1,9 +1,10 @@
 """What the value after a time limit buys: train with it, and with the time limit taken for the end of the task.
 
 Run:   python benchmark/bootstrap.py --seeds 1 2 3 --jobs 2 -- --total-timesteps 300000
+       python benchmark/bootstrap.py --script ppo_multidiscrete.py --env-id MicrortsMining-v1 --seeds 1 2 3
 
-The second is ppo_continuous_action.py with one line changed, as below; both are run by learning_curves.py, which names
-their results Pendulum-v1__bootstrap and Pendulum-v1__time-limit-as-end.
+The second is the script with one line changed, as below; both are run by learning_curves.py, which names their results
+by --labels: Pendulum-v1__bootstrap and Pendulum-v1__time-limit-as-end.
 """
 
 import argparse
@@ -18,10 +19,12 @@ WRONG = "values, next_values, dones, dones, args.gamma"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", default="ppo_continuous_action.py")
     parser.add_argument("--env-id", default="Pendulum-v1")
+    parser.add_argument("--labels", nargs=2, default=["bootstrap", "time-limit-as-end"])
     parser.add_argument("--work-dir", type=Path, default=Path("runs-benchmark"))
     args, rest = parser.parse_known_args()
-    script = ROOT / "ppo_continuous_action.py"
+    script = ROOT / args.script
     text = script.read_text()
     if text.count(RIGHT) != 1:
         sys.exit(f"{script.name} has no line with {RIGHT!r}: change this report with it")
@@ -30,7 +33,7 @@ def main() -> None:
     edited.write_text(text.replace(RIGHT, WRONG))
     command = [sys.executable, str(ROOT / "benchmark" / "learning_curves.py"), "--env-ids", args.env_id]
     command += ["--work-dir", str(args.work_dir)]
-    for path, label in [(script, "bootstrap"), (edited, "time-limit-as-end")]:
+    for path, label in zip([script, edited], args.labels):
         subprocess.run([*command, "--script", str(path), "--label", label, *rest], check=True)
 
 
