@@ -83,9 +83,9 @@ COMPARISONS = {
         "python benchmark/bootstrap.py --script ppo_multidiscrete.py --env-id MicrortsMining-v1 "
         "--labels unmasked-published-settings unmasked-time-limit-as-end --seeds {seeds} "
         "-- --mask-actions False --learning-rate 2.5e-4 --target-kl None",
-        "The published value is of a script that takes the limit of 200 steps for the end. With its settings ours rises "
-        "as high, and then loses some of it; with the same line changed as above it does not. Likely how: values that "
-        "no end bounds grow, and with them a loss whose gradient the CNN shares with the policy.",
+        "The published value is of a script that takes the limit of 200 steps for the end. With its settings ours "
+        "rises as high, and then loses some of it; with the same line changed as above it does not. Likely how: values "
+        "that no end bounds grow, and with them a loss whose gradient the CNN shares with the policy.",
     ),
 }
 COMPARED = [(script, name) for _, script, names, *_ in COMPARISONS.values() for name in names]
