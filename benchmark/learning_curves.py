@@ -73,6 +73,17 @@ def machine(device: str = "cpu") -> str:
     return f"{cores} core{'s' if cores > 1 else ''}, {' '.join(name.split())}{gpu}"
 
 
+def commits(script: str, run_dir: Path) -> str:
+    """The commits that had a part in a run; -dirty where its folder does not keep that commit's text of the script."""
+    texts = [path.read_bytes() for path in run_dir.glob("*.py")]
+    found = []
+    for commit in re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()):
+        command = ["git", "-C", str(ROOT), "show", f"{commit}:{script}"]
+        shown = subprocess.run(command, capture_output=True, check=False).stdout
+        found.append(commit if shown in texts else f"{commit}-dirty")
+    return " ".join(dict.fromkeys(found))
+
+
 def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     """Write the curves of one env, and its runs' lines of the summary."""
     env_name = file_name(env_id) + (f"__{label}" if label else "")
@@ -95,8 +106,7 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         mean = f"{sum(returns) / len(returns):.2f}"
         commit = rows.get(key, {}).get("commit", "unknown")
         if (run_dir / "command.txt").exists():
-            found = re.findall(r"git commit ([0-9a-f]{7})[0-9a-f]*(-dirty)?", (run_dir / "command.txt").read_text())
-            commit = " ".join(dict.fromkeys("".join(parts) for parts in found)) or commit  # all that had a part in it
+            commit = commits(script, run_dir) or commit
         row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", machine()]
         rows[key] = dict(zip(columns, row))
     with open(summary, "w", newline="") as file:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -85,6 +86,27 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
     assert again.samefile(runs[1])
     assert all(torch.equal(before[name], value) for name, value in parameters(again).items())
     assert "resuming" in Path("CartPole-v1__ppo-quick__1.log").read_text()
+
+
+def test_an_edited_script_is_told(monkeypatch, tmp_path):
+    """Catches: a curve of an edited script under the commit's name, or a clean one called edited for other files."""
+
+    def git(*command):
+        who = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
+        return subprocess.run(["git", *who, *command], capture_output=True, text=True, check=True).stdout.strip()
+
+    Path("ppo.py").write_text("the script")
+    git("init")
+    git("add", "ppo.py")
+    git("commit", "--message", "one")
+    commit, run_dir = git("rev-parse", "HEAD"), tmp_path / "run"
+    run_dir.mkdir()
+    monkeypatch.setattr(learning_curves, "ROOT", tmp_path)
+    for note in ("", "-dirty"):
+        (run_dir / "command.txt").write_text(f"a time: ppo.py\nPython 3, git commit {commit}{note}\n")
+        for text, told in (("the script", ""), ("an edited script", "-dirty")):
+            (run_dir / "ppo.py").write_text(text)
+            assert learning_curves.commits("ppo.py", run_dir) == commit[:7] + told
 
 
 def test_a_row_replaces_that_of_the_same_setting(tmp_path):
