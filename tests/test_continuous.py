@@ -186,6 +186,7 @@ def test_a_fixed_log_std_stays():
 def test_an_optimum_without_bounds_is_found():
     """Catches: a policy gradient of the wrong sign or scale; infinite bounds that make NaN."""
     settings = dict(total_timesteps=20_000, num_envs=4, num_steps=64, num_minibatches=4, learning_rate=3e-3, gamma=0.9)
+    settings |= dict(update_epochs=4)
     run_dir = script.train(script.Args(env_id="Unbounded-v0", **settings))
     agent = make_agent("Unbounded-v0")
     script.load_checkpoint(run_dir / "checkpoint.pt", agent)

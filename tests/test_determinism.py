@@ -94,12 +94,12 @@ def test_envs_begin_apart(script):
     starts = []
     for seed in (1, 2):
         args = small_args(script, seed=seed)
-        envs = script.make_envs(args, 6)
-        obs, _ = envs.reset(seed=script.env_seeds(args, 6, script.TRAINING, 0))
+        envs = script.make_envs(args, 4)
+        obs, _ = envs.reset(seed=script.env_seeds(args, 4, script.TRAINING, 0))
         for _ in range(3):  # games begin with the same picture, but for the no-ops
             obs, *_ = envs.step(np.zeros_like(envs.action_space.sample()))
         starts.append([row.tobytes() for row in obs])
         envs.close()
-    assert len(set(starts[0])) > 2
-    assert len(set(starts[1])) > 2
+    assert len(set(starts[0])) > 1
+    assert len(set(starts[1])) > 1
     assert starts[0] != starts[1]

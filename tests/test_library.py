@@ -1,23 +1,21 @@
 """The scripts as libraries: import, train, evaluate, repeatedly in one process."""
 
 import importlib
-import subprocess
-import sys
+from pathlib import Path
 
 import torch
-from conftest import ROOT, SMALL, same_parameters, small_args
+from conftest import SMALL, flags, same_parameters, small_args
 
 
-def test_two_trainings_in_a_row_are_those_of_two_processes(script):
+def test_two_trainings_in_a_row_are_those_of_two_processes(script, launcher):
     """Catches: a run that depends on what ran before it in the same process."""
     runs = [script.train(small_args(script, seed=seed, exp_name="here")) for seed in (3, 4)]
     for seed, run_dir in zip((3, 4), runs):
         arguments = SMALL[script.__name__] | dict(seed=seed, exp_name="there")
-        program = f"import {script.__name__} as s; print('FOLDER', s.train(s.Args(**{arguments!r})))"
-        command = [sys.executable, "-c", program]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=".")
-        folder = result.stdout.split("FOLDER ")[1].strip()
-        assert same_parameters(run_dir, ROOT.__class__(folder))
+        process = launcher.run(script.__name__, *flags(**arguments))
+        assert process.returncode == 0, process.stderr
+        (other_dir,) = Path("runs").glob(f"*__there__{seed}__*")
+        assert same_parameters(run_dir, other_dir)
 
 
 def test_resume_by_args_goes_on_with_the_runs_arguments(script):

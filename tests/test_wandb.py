@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import SMALL, flags, parameters, read_scalars, run_script, small_args
+from conftest import SMALL, flags, parameters, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from wandb.proto import wandb_internal_pb2
 
@@ -45,12 +45,12 @@ def contents(path: Path) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("script", ["ppo", "ppo_atari"], indirect=True)  # start_wandb is the same text in all
-def test_an_offline_run_holds_everything(script):
+def test_an_offline_run_holds_everything(script, launcher):
     """Catches: tags that only TensorBoard gets, rows sent twice, a config that is missing, a run that is not closed."""
     options = SMALL[script.__name__] | dict(
         track=True, eval_episodes=1, capture_video=True, seed=5, wandb_tags="quick try"
     )
-    result = run_script(script.__name__, *flags(**options))
+    result = launcher.run(script.__name__, *flags(**options))
     assert result.returncode == 0, result.stderr
     (run_dir,) = Path("runs").glob("*__5__*")
     (file,) = (path for path in Path().rglob("run-*.wandb") if "latest-run" not in path.parts)
