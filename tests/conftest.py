@@ -27,7 +27,7 @@ SHORT_GAMES = '{"max_num_frames_per_episode": 400}'  # of Atari, so that an eval
 SMALL = {
     "ppo": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2),
     "ppo_continuous_action": dict(
-        env_id="Pendulum-v1", total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2
+        env_id="Pendulum-v1", total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2, update_epochs=4
     ),
     "ppo_atari": dict(
         env_kwargs=SHORT_GAMES,
@@ -38,7 +38,9 @@ SMALL = {
         bf16=False,
         torch_threads=1,
     ),
-    "ppo_lstm": dict(total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2, seq_len=8, hidden_size=16),
+    "ppo_lstm": dict(
+        total_timesteps=128, num_envs=2, num_steps=16, num_minibatches=2, update_epochs=4, seq_len=8, hidden_size=16
+    ),
     "ppo_atari_lstm": dict(
         env_kwargs=SHORT_GAMES,
         total_timesteps=64,

@@ -157,6 +157,7 @@ def test_memory_is_needed_and_there():
     """Catches: a memory that does not learn; a probe that needs none."""
     settings = dict(env_id="Cue-v0", num_envs=8, num_steps=40, learning_rate=3e-3, gamma=0.9, ent_coef=0.003)
     returns = {}
+    settings |= dict(num_minibatches=4, update_epochs=5)
     for script, steps, extra in ((ppo_lstm, 12_000, dict(seq_len=40, hidden_size=32)), (ppo, 6_000, {})):
         run_dir = script.train(script.Args(**settings, **extra, total_timesteps=steps))
         returns[script.__name__] = np.mean(script.evaluate(run_dir / "checkpoint.pt", 100))

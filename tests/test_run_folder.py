@@ -72,13 +72,13 @@ def test_arguments_are_in_tensorboard(script):
     assert b"gamma" in plugin.content
 
 
-def test_nothing_but_the_run_is_on_the_terminal():
+def test_nothing_but_the_run_is_on_the_terminal(launcher):
     """Catches: lines of SDL, MuJoCo or Gym between those that matter."""
     result = run_script("ppo_continuous_action", *flags(env_id="HalfCheetah-v5", total_timesteps=64, num_steps=64))
     assert result.returncode == 0
     assert result.stderr == ""
     assert not Path("MUJOCO_LOG.TXT").exists()
-    result = run_script("ppo", *flags(**SMALL["ppo"] | dict(eval_episodes=1, capture_video=True)))
+    result = launcher.run("ppo", *flags(**SMALL["ppo"] | dict(eval_episodes=1, capture_video=True)))
     assert result.returncode == 0
     assert result.stderr == ""
 
