@@ -67,6 +67,7 @@ def test_recipe(title, scontrol, launcher, tmp_path_factory):
         assert best > 1.3 * first, "the search should have found a better learning rate"
     if "preempted" in title:
         assert "preempted: 143" in out
+        assert "stopped by signal 15; to go on" in out  # and not at the end of its steps
         assert scontrol.read_text() == "requeue 17\n"
         finished = [path for path in Path("runs").iterdir() if (path / "checkpoint.pt").exists()]
         assert max(step for path in finished for step, _ in read_scalars(path)["charts/SPS"]) == 29_696
@@ -78,6 +79,13 @@ def test_recipe(title, scontrol, launcher, tmp_path_factory):
         points = read_scalars(run_dir)["charts/ent_coef"]
         assert points[0][1] == pytest.approx(0.02)
         assert 0.001 < points[-1][1] < 0.005
+
+
+def test_a_recipe_that_fails_is_told(launcher, tmp_path_factory):
+    """Catches: recipes that pass whatever their commands do."""
+    write_files("")
+    with pytest.raises(AssertionError, match="--num-envs must be at least 1"):
+        run_commands("```bash\npython ppo.py --num-envs 0\n```", launcher.python, tmp_path_factory.mktemp("bin"))
 
 
 def test_the_sweep_is_one_that_the_script_understands(launcher):
