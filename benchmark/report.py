@@ -303,8 +303,9 @@ def page() -> str:
     if rows := read("threads.csv"):
         parts.append("## Threads\n")
         parts.append(
-            "By `python benchmark/threads.py`: `ppo_atari.py` on a machine that is idle, and on one that is busy, "
-            "where two processes per core compute besides. 64 threads are those of a host with 64 cores of which the "
+            "By `python benchmark/threads.py`: a machine that is idle, and one that is busy, where two processes per "
+            "core compute besides. By default the Atari scripts take a thread per core of the share, asleep while they "
+            "wait for each other, and the others one thread. 64 threads are those of a host with 64 cores of which the "
             "process has two.\n"
         )
         parts.append(table(list(rows[0]), [list(row.values()) for row in rows]))

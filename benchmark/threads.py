@@ -1,14 +1,13 @@
-"""Threads on a machine that is idle, busy, or a small share of a large one: ppo_atari.py with each setting in turn.
+"""Threads on a machine that is idle, busy, or a small share of a large one: two scripts with each setting in turn.
 
-Run:   python benchmark/threads.py --repeats 3        (about 15 minutes; writes benchmark/results/threads.csv)
+Run:   python benchmark/threads.py --repeats 3        (about 10 minutes; writes benchmark/results/threads.csv)
 
-Busy: two processes per core compute besides. By default torch's threads spin while they wait for each other; the
-scripts have them sleep. 64 threads are what a host's 64 cores would be counted as, were the share
-that the process may use not looked at.
+Busy: two processes per core compute besides. By default torch's threads spin while they wait for each other; the Atari
+scripts have them sleep, the others take one thread. 64 threads are what a host's 64 cores would be counted as, were the
+share that the process may use not looked at: --host-cores 64 measures it, and takes its time.
 """
 
 import argparse
-import csv
 import os
 import statistics
 import subprocess
@@ -18,58 +17,62 @@ from pathlib import Path
 
 from learning_curves import RESULTS, ROOT, machine
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from throughput import commit, write
 
 sys.path.insert(0, str(ROOT))
 from ppo import num_threads
 
-MANY = ["--torch-threads", "64", "--env-threads", "64"]
-ONE = ["--torch-threads", "1", "--env-threads", "1"]
+SCRIPTS = {"ppo_atari.py": 64, "ppo_multidiscrete.py": 128}  # and steps per rollout and env
+ITERATIONS = 4  # of 8 envs; the first is not counted
 SPIN = {"OMP_WAIT_POLICY": ""}  # torch's default: no policy; libgomp says that it is none, and spins a while
-SETTINGS = {  # (machine, setting): environment, arguments
-    ("idle", "a thread per core of the share, sleeping"): ({}, []),
-    ("idle", "a thread per core of the share, torch's default"): (SPIN, []),
-    ("idle", "one thread"): ({}, ONE),
-    ("idle", "64 threads, torch's default"): (SPIN, MANY),
-    ("busy", "a thread per core of the share, sleeping"): ({}, []),
-    ("busy", "a thread per core of the share, torch's default"): (SPIN, []),
-    ("busy", "one thread"): ({}, ONE),
+SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+SETTINGS = {  # name: environment, threads
+    "a thread per core of the share, sleeping": (SLEEP, 0),
+    "a thread per core of the share, torch's default": (SPIN, 0),
+    "one thread": (SLEEP, 1),
 }
 
 
-def measure(environment: dict[str, str], arguments: list[str]) -> float:
+def measure(script: str, environment: dict[str, str], threads: int) -> float:
     """Env steps per second of a short run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "ppo_atari.py"), "--num-steps", "64", "--total-timesteps", "1024"]
-        environment = os.environ | environment
+        num_steps = SCRIPTS[script]
+        sizes = ["--num-steps", str(num_steps), "--total-timesteps", str(ITERATIONS * 8 * num_steps)]
+        env_threads = ["--env-threads", str(threads)] if "atari" in script else []
+        command = [sys.executable, str(ROOT / script), *sizes, "--torch-threads", str(threads), *env_threads]
         null = subprocess.DEVNULL
-        subprocess.run([*command, *arguments], cwd=folder, env=environment, check=True, stdout=null, stderr=null)
+        subprocess.run(command, cwd=folder, env=os.environ | environment, check=True, stdout=null, stderr=null)
         (run_dir,) = Path(folder, "runs").iterdir()
-        return EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")[-1].value
+        events = EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")
+        return (events[-1].step - events[0].step) / (events[-1].wall_time - events[0].wall_time)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--host-cores", type=int, default=0, help="measure as many threads, too")
     args = parser.parse_args()
-    cores = num_threads(0)
-    speeds = {setting: [] for setting in SETTINGS}
+    settings = [(script, state, name) for script in SCRIPTS for state in ("idle", "busy") for name in SETTINGS]
+    if args.host_cores:
+        name = f"{args.host_cores} threads, torch's default"
+        SETTINGS[name] = (SPIN, args.host_cores)
+        settings.append(("ppo_atari.py", "idle", name))
+    speeds = {setting: [] for setting in settings}
     for _ in range(args.repeats):
-        for (state, name), (environment, arguments) in SETTINGS.items():
-            number = 2 * cores if state == "busy" else 0
+        for script, state, name in settings:
+            number = 2 * num_threads(0) if state == "busy" else 0
             others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
             try:
-                speeds[state, name].append(measure(environment, arguments))
+                speeds[script, state, name].append(measure(script, *SETTINGS[name]))
             finally:
                 for process in others:
                     process.kill()
-            print(f"{state}, {name}: {speeds[state, name][-1]:.0f} steps/s", flush=True)
-    describe = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
-    commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-    with open(RESULTS / "threads.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["machine is", "threads", "steps/s", "repeats", "commit", "machine"])
-        for (state, name), values in speeds.items():
-            writer.writerow([state, name, f"{statistics.median(values):.0f}", len(values), commit, machine()])
+            print(f"{script}, {state}, {name}: {speeds[script, state, name][-1]:.0f} steps/s", flush=True)
+    place, measured = machine(), commit()
+    columns = ["script", "machine is", "threads", "steps/s", "repeats", "commit", "machine"]
+    for setting, values in speeds.items():
+        row = dict(zip(columns, [*setting, f"{statistics.median(values):.0f}", len(values), measured, place]))
+        write(RESULTS / "threads.csv", row, columns, columns[:3])
 
 
 if __name__ == "__main__":

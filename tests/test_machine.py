@@ -48,7 +48,7 @@ def test_threads_are_those_of_the_share(script, share, machine, threads):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of torch for Linux tells its settings")
-@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"])
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm"])
 @pytest.mark.parametrize("wanted", ["PASSIVE", "ACTIVE"])
 def test_threads_that_wait_sleep(name, wanted):
     """Catches: a policy that is set when torch has read it already, or against the user's own."""
