@@ -60,6 +60,13 @@ def test_threads_that_wait_sleep(name, wanted):
     assert f"OMP_WAIT_POLICY = '{wanted}'" in told
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("ppo*.py")), ids=lambda path: path.stem)
+def test_who_takes_several_threads_has_them_sleep(path):
+    """Catches: threads that wait for each other by default, with nothing said of how: beside other work they crawl."""
+    text = path.read_text()
+    assert ("OMP_WAIT_POLICY" in text) == ("torch_threads: int = 0" in text)
+
+
 def test_where_no_share_is_known(script, share, monkeypatch):
     """Catches: a crash on systems without affinity or cgroups."""
     share(host=6)
