@@ -59,12 +59,19 @@ LABELS = {
     "150k": "150k steps",
     "time-limit-as-end": "a time limit is taken for an end",
     "unmasked-time-limit-as-end": "a time limit is taken for an end",
+    "short-sequences": "sequences of 8, float32",
+    "short-sequences-bfloat16": "sequences of 8, bfloat16",
 }
+SHORT_SEQUENCES = (
+    "--total-timesteps 500000 --num-envs 32 --num-steps 512 --seq-len 8 --hidden-size 128 --num-minibatches 16"
+)
 FLAGS = {
     "unmasked": " -- --mask-actions False",
     "unmasked-published-settings": " -- --mask-actions False --learning-rate 2.5e-4 --target-kl None",
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
+    "short-sequences": f" -- {SHORT_SEQUENCES}",
+    "short-sequences-bfloat16": f" -- {SHORT_SEQUENCES} --bf16",
 }
 # results that make a figure together: its title, the script, the names, the command that makes them, what is seen
 COMPARISONS = {

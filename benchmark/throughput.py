@@ -39,6 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in what its users have
 
+SHORT_SEQUENCES = dict(
+    num_envs=32, num_steps=512, update_epochs=10, seq_len=8, hidden_size=128, num_minibatches=16, torch_threads=0
+)
 # task: script, its arguments where they differ from the defaults
 OURS = {
     "cartpole": ("ppo", {}),
@@ -46,24 +49,14 @@ OURS = {
     "breakout-float32": ("ppo_atari", dict(bf16=False)),
     "halfcheetah": ("ppo_continuous_action", {}),
     "cartpole-lstm": ("ppo_lstm", dict(num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)),
-    "cartpole-lstm-short-sequences": (
-        "ppo_lstm",
-        dict(
-            num_envs=32,
-            num_steps=512,
-            update_epochs=10,
-            seq_len=8,
-            hidden_size=128,
-            num_minibatches=16,
-            torch_threads=0,
-        ),
-    ),
+    "cartpole-lstm-short-sequences": ("ppo_lstm", SHORT_SEQUENCES),
+    "cartpole-lstm-short-sequences-bfloat16": ("ppo_lstm", SHORT_SEQUENCES | dict(bf16=True)),
     "breakout-lstm": ("ppo_atari_lstm", {}),
     "microrts-mining": ("ppo_multidiscrete", {}),
     "microrts-mining-unmasked": ("ppo_multidiscrete", dict(mask_actions=False)),
 }
 DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
-WITHOUT_PEER = {"breakout-lstm", "microrts-mining", "microrts-mining-unmasked", "cartpole-lstm-short-sequences"}
+WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "cartpole-lstm"}
 LARGEST_BATCH = 32_768  # steps, with --scaling
 SETTING = ["task", "num_envs", "processes", "device", "compiled"]
 COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]
@@ -231,7 +224,7 @@ def main() -> None:
             print(f"{task} with {num_envs} envs: {error}")
             continue
         setting = dict(task=task, num_envs=num_envs, device=args.device)
-        with_peer = not (args.alone or task in WITHOUT_PEER)
+        with_peer = task in WITH_PEER and not args.alone
         sides = [("ours", compiled) for compiled in modes] + [("sb3", False)] * with_peer
         speeds, peaks = {side: [] for side in sides}, dict.fromkeys(sides, 0.0)
         for _ in range(args.repeats):

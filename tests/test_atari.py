@@ -313,3 +313,17 @@ def test_float32_features_do_not_depend_on_the_memory_layout(atari_script):
         obs = torch.as_tensor(np.stack([envs.single_observation_space.sample() for _ in range(3)]))
     expected = agent.network((obs.float() / 255).contiguous())
     torch.testing.assert_close(agent.encode(obs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_close_to_float32(atari_script):
+    """Catches: a half precision that reaches the heads, a flag that does nothing, pixels rounded before the scaling."""
+    args = small_args(atari_script)
+    with contextlib.closing(atari_script.make_envs(args, 2)) as envs:
+        agent = atari_script.Agent(envs, args)
+        obs = torch.as_tensor(np.stack([envs.single_observation_space.sample() for _ in range(3)]))
+    exact = agent.encode(obs)
+    agent.bf16 = True
+    rounded = agent.encode(obs)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    assert (rounded - exact).norm() < 0.02 * exact.norm()

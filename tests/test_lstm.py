@@ -221,3 +221,40 @@ def test_box_actions_and_layers(shared):
     run_dir = ppo_lstm.train(small_args(ppo_lstm, **options))
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["actor_logstd"].tolist() == [-1.0]
     assert len(ppo_lstm.evaluate(run_dir / "checkpoint.pt", 2)) == 2
+
+
+def test_bfloat16_is_for_sequences_only():
+    """Catches: a half precision that reaches the rollout or the heads, or a flag that does nothing."""
+    args = small_args(ppo_lstm, hidden_size=64)
+    torch.manual_seed(0)
+    agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 2), args)
+    obs, actions, starts = torch.randn(64, 4), torch.randint(2, (64,)), (torch.rand(4, 16) < 0.1).float()
+    state = torch.randn_like(agent.memory.initial_state(4))
+
+    def outputs():
+        """Of one step with the state after it, of sequences, and the gradients of those."""
+        _, *step = agent.get_action_and_value(obs[:4], state, starts[:, 0], actions[:4])
+        _, *sequences, _ = agent.get_action_and_value(obs, state, starts, actions)
+        agent.zero_grad()
+        sum((x**2).sum() for x in sequences).backward()
+        return step, sequences + [parameter.grad.clone() for parameter in agent.parameters()]
+
+    steps, exact = outputs()
+    agent.bf16 = True
+    same_steps, rounded = outputs()
+    assert all(torch.equal(a, b) for a, b in zip(steps, same_steps))
+    for a, b in zip(exact, rounded):
+        assert b.dtype == torch.float32
+        assert not torch.equal(a, b)
+        assert (a - b).norm() < 0.03 * a.norm()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_bfloat16_is_used_where_the_hardware_has_it(there, monkeypatch):
+    """Catches: an emulated half precision, many times slower; a run whose arguments do not say how it was computed."""
+    init, agents = ppo_lstm.Agent.__init__, []
+    monkeypatch.setattr(ppo_lstm, "has_bf16", lambda device: there)
+    monkeypatch.setattr(ppo_lstm.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, bf16=True))
+    assert agents[0].bf16 == there
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["bf16"] == there
