@@ -38,7 +38,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of torch's threads: spinning, they crawl beside other work
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's threads soon sleep: spinning, they crawl beside others
 
 import gymnasium as gym
 import numpy as np

@@ -94,6 +94,18 @@ COMPARISONS = {
         "rises as high, and then loses some of it; with the same line changed as above it does not. Likely how: values "
         "that no end bounds grow, and with them a loss whose gradient the CNN shares with the policy.",
     ),
+    "bfloat16_lstm": (
+        "Does the LSTM learn as well in bfloat16?",
+        "ppo_lstm",
+        ["CartPole-v1__short-sequences", "CartPole-v1__short-sequences-bfloat16"],
+        "\n".join(
+            f"python benchmark/learning_curves.py --script ppo_lstm.py --env-ids CartPole-v1 --seeds {{seeds}} "
+            f"--label {label}{FLAGS[label]}"
+            for label in ["short-sequences", "short-sequences-bfloat16"]
+        ),
+        "CartPole without velocities, at settings with large minibatches, where bfloat16 is faster "
+        "([speed](#speed)). It is off by default: with small minibatches it is slower.",
+    ),
 }
 COMPARED = [(script, name) for _, script, names, *_ in COMPARISONS.values() for name in names]
 NOTES = {
@@ -311,9 +323,9 @@ def page() -> str:
         parts.append("## Threads\n")
         parts.append(
             "By `python benchmark/threads.py`: a machine that is idle, and one that is busy, where two processes per "
-            "core compute besides. By default the Atari scripts take a thread per core of the share, asleep while they "
-            "wait for each other, and the others one thread. 64 threads are those of a host with 64 cores of which the "
-            "process has two.\n"
+            "core compute besides. By default the Atari scripts take a thread per core of the share, which soon sleeps "
+            "where it waits for the others, and the other scripts one thread. 64 threads are those of a host with 64 "
+            "cores of which the process has two.\n"
         )
         parts.append(table(list(rows[0]), [list(row.values()) for row in rows]))
     if rows := read("scaling.csv"):

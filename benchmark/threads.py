@@ -2,9 +2,10 @@
 
 Run:   python benchmark/threads.py --repeats 3        (about 10 minutes; writes benchmark/results/threads.csv)
 
-Busy: two processes per core compute besides. By default torch's threads spin while they wait for each other; the Atari
-scripts have them sleep, the others take one thread. 64 threads are what a host's 64 cores would be counted as, were the
-share that the process may use not looked at: --host-cores 64 measures it, and takes its time.
+Busy: two processes per core compute besides. By default torch's threads spin while they wait for each other; those of
+the Atari scripts do so for a moment, and then sleep; the other scripts take one thread. 64 threads are what a host's 64
+cores would be counted as, were the share that the process may use not looked at: --host-cores 64 measures it, and takes
+its time.
 """
 
 import argparse
@@ -24,10 +25,10 @@ from ppo import num_threads
 
 SCRIPTS = {"ppo_atari.py": 64, "ppo_multidiscrete.py": 128}  # and steps per rollout and env
 ITERATIONS = 4  # of 8 envs; the first is not counted
-SPIN = {"OMP_WAIT_POLICY": ""}  # torch's default: no policy; libgomp says that it is none, and spins a while
-SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+SLEEP, SHORT, SPIN = [{"GOMP_SPINCOUNT": count} for count in ("0", "10000", "300000")]  # the last is torch's default
 SETTINGS = {  # name: environment, threads
-    "a thread per core of the share, sleeping": (SLEEP, 0),
+    "a thread per core of the share, soon asleep": (SHORT, 0),
+    "a thread per core of the share, asleep at once": (SLEEP, 0),
     "a thread per core of the share, torch's default": (SPIN, 0),
     "one thread": (SLEEP, 1),
 }
