@@ -249,7 +249,7 @@ def train(args: Args) -> Path:
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
         loss_fn = run.compile(minibatch_loss)
-        act = torch.inference_mode()(run.compile(agent.get_action))  # faster, without gradients
+        act = torch.inference_mode()(run.compile(agent.get_action, on_cpu=False))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
@@ -914,10 +914,10 @@ class Run(contextlib.ExitStack):
             self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
 
-    def compile(self, function: Callable) -> Callable:
+    def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
-        if not self.args.compile:
-            return function
+        if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
+            return function  # not on_cpu: it is so small that to call its graph takes longer
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}

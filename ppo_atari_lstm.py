@@ -1073,10 +1073,10 @@ class Run(contextlib.ExitStack):
             self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
 
-    def compile(self, function: Callable) -> Callable:
+    def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
-        if not self.args.compile:
-            return function
+        if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
+            return function  # not on_cpu: it is so small that to call its graph takes longer
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
