@@ -89,7 +89,7 @@ def test_compiled_equals_eager(script, monkeypatch):
     torch._dynamo.reset()
     eager = ten_iterations(script)
     compile = script.Run.compile
-    only_loss = lambda run, function: compile(run, function) if function.__name__ == "minibatch_loss" else function
+    only_loss = lambda run, function, **_: compile(run, function) if function.__name__ == "minibatch_loss" else function
     monkeypatch.setattr(script.Run, "compile", only_loss)  # a compiled policy draws other random numbers
     assert_close(ten_iterations(script, compile=True), eager)
 
