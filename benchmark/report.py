@@ -49,6 +49,12 @@ FRONT = {
     "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
     "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining", 8),
 }
+# the results in the README's picture
+PICTURED = [
+    "ppo_continuous_action__HalfCheetah-v5",
+    "ppo_atari__BreakoutNoFrameskip-v4",
+    "ppo_multidiscrete__MicrortsMining-v1",
+]
 # what the part of a name after the env means, and the flags that it was made with
 LABELS = {
     "unmasked": "no masks",
@@ -404,6 +410,35 @@ def draw_comparison(key: str) -> None:
     plt.close(figure)
 
 
+def draw_panel(axis, path: Path, color: str, against: str = "global_step") -> None:
+    """The curves of one result, under its name, and the published return dashed."""
+    script, name = path.stem.split("__", 1)
+    draw_curves(axis, path, color, against=against)
+    theirs, source = published(script, name)
+    if theirs:
+        axis.axhline(float(theirs.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
+    env_id, _, label = name.partition("__")
+    axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="lower right")
+
+
+def draw_front() -> None:
+    """The README's picture: a task of each of three scripts, of two precisions the one that has come further."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    last_step = lambda path: max((int(row["global_step"]) for row in read(path.name)), default=0)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for number, (axis, name) in enumerate(zip(axes, PICTURED)):
+        paths = [RESULTS / f"{name}.csv", RESULTS / f"{name}__float32.csv"]
+        draw_panel(axis, max(paths, key=last_step), f"C{number}")
+    figure.savefig(ROOT / "docs" / "curves.png", dpi=80)
+    plt.close(figure)
+
+
 def draw(script: str) -> None:
     """A panel per env against steps, one against minutes where they are known, and the published return dashed."""
     import matplotlib
@@ -419,15 +454,7 @@ def draw(script: str) -> None:
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.2 * rows), squeeze=False, layout="constrained")
     for axis, (number, path, against) in zip(axes.flat, panels):
-        name = path.stem.split("__", 1)[1]
-        draw_curves(axis, path, f"C{number}", against=against)
-        theirs, source = published(script, name)
-        if theirs:
-            axis.axhline(float(theirs.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
-        env_id, _, label = name.partition("__")
-        axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(loc="lower right")
+        draw_panel(axis, path, f"C{number}", against)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.savefig(ROOT / "docs" / f"curves_{script}.png", dpi=80)
@@ -470,6 +497,7 @@ def main() -> None:
     for script in TITLES:
         if list(RESULTS.glob(f"{script}__*.csv")):
             draw(script)
+    draw_front()
 
 
 if __name__ == "__main__":
