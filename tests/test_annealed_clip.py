@@ -33,7 +33,6 @@ def test_the_loss_is_compiled_once(script, compiled):
     assert not compiled
     script.train(small_args(script, compile=True, update_epochs=2))
     assert compiled["minibatch_loss"] >= 1
-    assert compiled["get_action"] + compiled["get_action_and_value"] >= 1
     constant = dict(compiled)
     compiled.clear()
     torch._dynamo.reset()
