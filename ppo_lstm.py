@@ -249,7 +249,8 @@ class Agent(nn.Module):
         super().__init__()
         obs_size, H = envs.single_observation_space.shape[0], args.hidden_size
         action_space = envs.single_action_space
-        self.discrete, self.bf16 = isinstance(action_space, Discrete), args.bf16
+        self.bf16 = args.bf16
+        self.discrete = isinstance(action_space, Discrete)
         self.memory = Memory(obs_size, H, args.num_layers, num_lstms=1 if args.shared_lstm else 2)
         num_outputs = action_space.n if self.discrete else math.prod(action_space.shape)
         self.critic = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, 1), std=1.0))
@@ -360,7 +361,7 @@ def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[T
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # its file says what was used
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # checkpoints say what was used
         T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")
