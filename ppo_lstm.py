@@ -361,7 +361,7 @@ def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[T
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # a checkpoint says what it was
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # so the checkpoint tells
         T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")
