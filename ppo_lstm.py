@@ -104,7 +104,7 @@ class Args:
     hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = False  # one LSTM for actor and critic instead of one each
-    bf16: bool = False  # train the LSTM in bfloat16 where the hardware has it; faster in minibatches of 1,000 steps
+    bf16: bool = False  # train the LSTM in bfloat16 where the CPU has it; faster in minibatches of 1,000 steps
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
@@ -132,8 +132,7 @@ class Args:
         self.minibatch_sequences = num_sequences // self.num_minibatches
 
 
-# indices in an observation of gymnasium's envs, by name without "Continuous" and version
-VELOCITIES = dict(CartPole=[1, 3], MountainCar=[1], Pendulum=[2], LunarLander=[2, 3, 5])
+VELOCITIES = dict(CartPole=[1, 3], MountainCar=[1], Pendulum=[2], LunarLander=[2, 3, 5])  # indices in gymnasium's envs
 
 
 def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
@@ -361,7 +360,8 @@ def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[T
 def train(args: Args) -> Path:
     """Train an agent, or go on with the one of args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # so the checkpoint tells
+        use_bf16 = run.args.bf16 and run.device.type == "cpu" and has_bf16(run.device)  # on a GPU it might be float16
+        args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint tells what was used
         T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")

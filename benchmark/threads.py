@@ -51,9 +51,10 @@ def measure(script: str, environment: dict[str, str], threads: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--host-cores", type=int, default=0, help="measure as many threads, too")
     args = parser.parse_args()
-    settings = [(script, state, name) for script in SCRIPTS for state in ("idle", "busy") for name in SETTINGS]
+    settings = [(script, state, name) for script in args.scripts for state in ("idle", "busy") for name in SETTINGS]
     if args.host_cores:
         name = f"{args.host_cores} threads, torch's default"
         SETTINGS[name] = (SPIN, args.host_cores)

@@ -37,7 +37,7 @@ MOST_CHANGES = {
     "train": {
         "ppo_atari": (7, 4),
         "ppo_continuous_action": (2, 14),
-        "ppo_lstm": (17, 35),
+        "ppo_lstm": (17, 36),
         "ppo_atari_lstm": (8, 25),
         "ppo_multidiscrete": (8, 9),
     },

@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, SMALL, flags, parameters, read_scalars, run_script, small_args
 
+import ppo_lstm
+
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or it is hidden: pytest -m cuda -n 0"),
@@ -169,3 +171,9 @@ def test_no_wait_in_an_update(script, monkeypatch):
         script.train(small_args(script, target_kl=None))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_lstm_is_in_float32_on_a_gpu():
+    """Catches: an LSTM in float16, which autocast may make of it on a GPU, and whose small gradients are lost."""
+    run_dir = ppo_lstm.train(small_args(ppo_lstm, bf16=True))
+    assert not ppo_lstm.load_checkpoint(run_dir / "checkpoint.pt")["args"]["bf16"]
