@@ -292,11 +292,18 @@ def ppo_loss(
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
-def minibatch_loss(agent: Agent, minibatch: list[Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ppo_loss of a minibatch under the current agent; one function, so that --compile makes one graph."""
+def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
+    """Leave the clipped gradient of a minibatch in the agent; return ppo_loss's statistics and the gradient's norm.
+
+    One function, for --compile makes one graph of it all; foreach, one kernel for many tensors, is for a GPU.
+    """
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    return ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
+    loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
+    loss.backward()
+    average_gradients(agent)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
+    return stats | dict(grad_norm=grad_norm)
 
 
 def train(args: Args) -> Path:
@@ -308,7 +315,7 @@ def train(args: Args) -> Path:
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
-        loss_fn = run.compile(minibatch_loss)
+        backward = run.compile(compute_gradients)
         act = torch.inference_mode()(run.compile(agent.get_action, on_cpu=False))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
@@ -369,13 +376,9 @@ def train(args: Args) -> Path:
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
                     minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster: whole rows
-                    loss, mb_stats = loss_fn(agent, minibatch, loss_args)
                     optimizer.zero_grad()
-                    loss.backward()
-                    run.average_gradients(agent)
-                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # [core 11]
+                    stats.append(backward(agent, minibatch, loss_args))
                     optimizer.step()
-                    stats.append(mb_stats | dict(grad_norm=grad_norm))
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
@@ -608,6 +611,15 @@ def average(x: Tensor) -> Tensor:
         dist.all_reduce(x)
         x /= num_processes()
     return x
+
+
+def average_gradients(agent: nn.Module) -> None:
+    """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
+    if num_processes() > 1:
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        mean = torch.compiler.disable(average)(nn.utils.parameters_to_vector(gradients))  # between two graphs
+        for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients])):
+            gradient.copy_(part.view_as(gradient))
 
 
 def gather(items: list) -> list:
@@ -990,6 +1002,7 @@ class Run(contextlib.ExitStack):
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
         if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
             return function  # not on_cpu: it is so small that to call its graph takes longer
+        torch._dynamo.config.trace_autograd_ops = True  # loss.backward() is to be a part of the graph
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
@@ -1000,12 +1013,6 @@ class Run(contextlib.ExitStack):
             return tree_map_only(Tensor, Tensor.clone, graph(*args))  # the next replay overwrites the graph's own
 
         return replay
-
-    def average_gradients(self, agent: nn.Module) -> None:
-        """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
-        if self.processes > 1:
-            gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-            nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
 
     def require_finite(self, x: float | Tensor) -> None:
         """Stop the run before NaN or infinity is logged or saved."""

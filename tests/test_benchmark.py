@@ -34,7 +34,7 @@ def test_each_part_of_the_time_is_told_apart(monkeypatch):
     monkeypatch.setattr(ppo, "make_envs", make_slow_envs)
     monkeypatch.setattr(ppo.Agent, "get_action", slowed(ppo.Agent.get_action, "policy"))
     monkeypatch.setattr(ppo, "compute_gae", slowed(ppo.compute_gae, "advantages"))
-    monkeypatch.setattr(ppo, "minibatch_loss", slowed(ppo.minibatch_loss, "update"))
+    monkeypatch.setattr(ppo, "compute_gradients", slowed(ppo.compute_gradients, "update"))
     monkeypatch.setattr(ppo.Run, "log", slowed(ppo.Run.log, "rest"))
     monkeypatch.setattr(ppo.Run, "note_step", ppo.Run.note_step)  # put back, as all that time_parts replaces
     found = parts.time_parts("cartpole", 4, "cpu", False, seconds=0)

@@ -28,7 +28,7 @@ MAY_DIFFER = {
     "Args": "defaults, and fields of the script's own",
     "make_envs": "env specifics live here",
     "Agent": "network and action distribution live here",
-    "minibatch_loss": "an LSTM takes sequences, masks come along",
+    "compute_gradients": "an LSTM takes sequences, masks come along",
     "train": "one long story; held line by line by MOST_CHANGES",
     "evaluate": "an LSTM carries its state from step to step",
 }

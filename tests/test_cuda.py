@@ -91,7 +91,8 @@ def test_compiled_equals_eager(script, monkeypatch):
     torch._dynamo.reset()
     eager = ten_iterations(script)
     compile = script.Run.compile
-    only_loss = lambda run, function, **_: compile(run, function) if function.__name__ == "minibatch_loss" else function
+    is_loss = lambda function: function.__name__ == "compute_gradients"
+    only_loss = lambda run, function, **_: compile(run, function) if is_loss(function) else function
     monkeypatch.setattr(script.Run, "compile", only_loss)  # a compiled policy draws other random numbers
     assert_close(ten_iterations(script, compile=True), eager)
 
@@ -155,17 +156,17 @@ def test_the_command_line(name, tmp_path):
 
 def test_no_wait_in_an_update(script, monkeypatch):
     """Catches: what stops the Python that runs ahead of the GPU, in the loop over the minibatches."""
-    minibatch_loss, variance = script.minibatch_loss, script.variance
+    compute_gradients, variance = script.compute_gradients, script.variance
 
     def begin(*args):
         torch.cuda.set_sync_debug_mode("error")
-        return minibatch_loss(*args)
+        return compute_gradients(*args)
 
     def end(*args):  # what is logged comes after the last epoch
         torch.cuda.set_sync_debug_mode("default")
         return variance(*args)
 
-    monkeypatch.setattr(script, "minibatch_loss", begin)
+    monkeypatch.setattr(script, "compute_gradients", begin)
     monkeypatch.setattr(script, "variance", end)
     try:
         script.train(small_args(script, target_kl=None))

@@ -64,12 +64,12 @@ def test_a_gradient_that_is_no_number(script, monkeypatch, value):
     args, calls = small_args(script, checkpoint_every=1), []
     clip_grad_norm_, minibatches = torch.nn.utils.clip_grad_norm_, args.update_epochs * args.num_minibatches
 
-    def spoil(parameters, max_norm):
+    def spoil(parameters, max_norm, **options):
         parameters = list(parameters)
         calls.append(None)
         if len(calls) == minibatches + 2:  # of the second iteration the second, with more of them to come
             parameters[-1].grad.view(-1)[0] = value
-        return clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm_(parameters, max_norm, **options)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoil)
     with pytest.raises(FloatingPointError) as error:

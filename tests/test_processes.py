@@ -113,6 +113,28 @@ def test_two_processes_train_as_one(name, monkeypatch):
     assert len(list(Path(first["run_dir"]).iterdir())) == len(list(alone.iterdir()))
 
 
+def train_compiled(rank: int, name: str, arguments: dict) -> None:
+    """As train_and_tell, with graphs that are captured but not compiled."""
+    script = importlib.import_module(name)
+    compile, average, in_graph = torch.compile, script.average, []
+    torch.compile = lambda function, **_: compile(function, backend="aot_eager", dynamic=False)
+    script.average = lambda x: (in_graph.append(torch.compiler.is_compiling()), average(x))[1]
+    train_and_tell(rank, name, arguments, predictable=False)
+    assert set(in_graph) == {False}, "CUDA graphs cannot hold what goes from process to process"
+
+
+def test_compiled_processes_train_as_eager_ones():
+    """Catches: an exchange of gradients that is caught in a graph, or left out of one."""
+    arguments = SMALL["ppo"] | dict(num_envs=4)
+    together(train_and_tell, "ppo", arguments, False)
+    eager, _ = told()
+    together(train_compiled, "ppo", arguments | dict(compile=True))
+    first, second = told()
+    for key, value in eager["parameters"].items():
+        assert torch.equal(first["parameters"][key], second["parameters"][key])
+        torch.testing.assert_close(first["parameters"][key], value, rtol=1e-4, atol=1e-5)
+
+
 def test_processes_share_no_random_stream():
     """Catches: processes that play the same episodes, or choose their actions and minibatches by the same numbers."""
     arguments = SMALL["ppo"] | dict(num_envs=4)
@@ -171,8 +193,8 @@ def average_halves(rank: int, name: str) -> None:
     x = torch.randn(8, 3)
     expected = torch.autograd.grad((network(x) ** 2).mean(), list(network.parameters()))
     (network(x[4 * rank :][:4]) ** 2).mean().backward()
-    with script.Run(script.Args()) as run:
-        run.average_gradients(agent)
+    with script.Run(script.Args()):
+        script.average_gradients(agent)
     for parameter, gradient in zip(network.parameters(), expected):
         torch.testing.assert_close(parameter.grad, gradient)
     assert unused.weight.grad is None
@@ -195,7 +217,7 @@ def test_one_process_averages_nothing(script):
     agent = torch.nn.Linear(2, 1)
     agent.weight.grad = gradient = torch.ones(1, 2)
     with script.Run(small_args(script)) as run:
-        run.average_gradients(agent)
+        script.average_gradients(agent)
         assert agent.weight.grad is gradient
         assert torch.equal(gradient, torch.ones(1, 2))
         assert (run.rank, run.processes) == (0, 1)
