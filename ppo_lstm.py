@@ -350,10 +350,7 @@ def ppo_loss(
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Leave the clipped gradient of a minibatch in the agent; return ppo_loss's statistics and the gradient's norm.
-
-    One function, for --compile makes graphs of all but the LSTM; foreach, one kernel for many tensors, is for a GPU.
-    """
+    """Leave a minibatch's clipped gradient in the agent, and return the statistics; the LSTM is never compiled."""
     *rows, states, starts = minibatch
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
@@ -685,9 +682,8 @@ def average_gradients(agent: nn.Module) -> None:
     """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
     if num_processes() > 1:
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        mean = torch.compiler.disable(average)(nn.utils.parameters_to_vector(gradients))  # between two graphs
-        for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        exchange = lambda: nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
+        torch.compiler.disable(exchange)()  # between two graphs, for CUDA's cannot hold it
 
 
 def gather(items: list) -> list:
@@ -787,11 +783,10 @@ class Run(contextlib.ExitStack):
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.ended = 0  # how many since the envs were last reset
-        self.warned = False
         self.recent_returns = deque(maxlen=100)
         self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
         self.signals = []
-        self.evaluating = False
+        self.evaluating = self.warned = False
         self.wandb_run = self.wandb_id = None
         enough = lambda _: not args.norm_adv or args.minibatch_size > self.processes
         require(args, "num_minibatches", enough, f"less with {self.processes} processes: a step cannot be normalised")
@@ -1044,8 +1039,7 @@ class Run(contextlib.ExitStack):
             self.warned = True
             lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
             tqdm.write(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
-        self.episodes_restart = False
-        self.ended = 0
+        self.episodes_restart, self.ended = False, 0
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
@@ -1097,8 +1091,7 @@ class Run(contextlib.ExitStack):
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         self.require_finite(scalars["losses/grad_norm"])
         scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
-        episodes = gather(self.episodes)
-        self.episodes = []
+        episodes, self.episodes = gather(self.episodes), []
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)
