@@ -55,7 +55,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 1  # CPU threads of torch, 0 for one per core; a small network is fastest on one
-    compile: bool = False  # torch.compile the policy and the loss; pays off in long runs
+    compile: bool = False  # torch.compile the policy, the loss and its gradient; pays off in long runs
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
@@ -299,7 +299,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
     loss.backward()
     average_gradients(agent)
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
+    # foreach: on a GPU one kernel for all; on a CPU it would be what no graph can fuse [core 11]
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)
     return stats | dict(grad_norm=grad_norm)
 
 
@@ -312,7 +313,7 @@ def train(args: Args) -> Path:
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
-        backward = run.compile(compute_gradients)
+        gradient_fn = run.compile(compute_gradients)
         act = torch.inference_mode()(run.compile(agent.get_action, on_cpu=False))  # faster, without gradients
         get_value = torch.inference_mode()(agent.get_value)
 
@@ -374,7 +375,7 @@ def train(args: Args) -> Path:
                 for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
                     minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster: whole rows
                     optimizer.zero_grad()
-                    stats.append(backward(agent, minibatch, loss_args))
+                    stats.append(gradient_fn(agent, minibatch, loss_args))
                     optimizer.step()
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
@@ -613,9 +614,11 @@ def average(x: Tensor) -> Tensor:
 def average_gradients(agent: nn.Module) -> None:
     """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
     if num_processes() > 1:
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        exchange = lambda: nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-        torch.compiler.disable(exchange)()  # between two graphs, for CUDA's cannot hold it
+        parameters = [p for p in agent.parameters() if p.grad is not None]
+        exchange = torch.compiler.disable(average)  # --compile makes graphs of what comes before it, and after
+        means = exchange(nn.utils.parameters_to_vector(p.grad for p in parameters))
+        for p, mean in zip(parameters, means.split([p.numel() for p in parameters])):
+            p.grad = mean.view_as(p)
 
 
 def gather(items: list) -> list:
@@ -715,10 +718,11 @@ class Run(contextlib.ExitStack):
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.ended = 0  # how many since the envs were last reset
+        self.warned = False
         self.recent_returns = deque(maxlen=100)
         self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
         self.signals = []
-        self.evaluating = self.warned = False
+        self.evaluating = False
         self.wandb_run = self.wandb_id = None
         enough = lambda _: not args.norm_adv or args.minibatch_size > self.processes
         require(args, "num_minibatches", enough, f"less with {self.processes} processes: a step cannot be normalised")
@@ -971,7 +975,8 @@ class Run(contextlib.ExitStack):
             self.warned = True
             lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
             tqdm.write(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
-        self.episodes_restart, self.ended = False, 0
+        self.episodes_restart = False
+        self.ended = 0
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
@@ -996,7 +1001,8 @@ class Run(contextlib.ExitStack):
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
         if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
             return function  # not on_cpu: it is so small that to call its graph takes longer
-        torch._dynamo.config.trace_autograd_ops = True  # loss.backward() is to be a part of the graph
+        whole = self.processes == 1  # loss.backward() is a part of the graph, but where others have a say after it
+        self.enter_context(torch._dynamo.config.patch(trace_autograd_ops=whole))
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
@@ -1023,7 +1029,8 @@ class Run(contextlib.ExitStack):
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         self.require_finite(scalars["losses/grad_norm"])
         scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
-        episodes, self.episodes = gather(self.episodes), []
+        episodes = gather(self.episodes)
+        self.episodes = []
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             self.recent_returns.extend(episode_return for episode_return, _ in episodes)

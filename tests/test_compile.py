@@ -9,7 +9,7 @@ from conftest import parameters, small_args
 
 # how many graphs a minibatch, from its policy to its clipped gradient, and the rollout's policy become: a small policy
 # none, on a CPU. An LSTM's cells are in its policy's, which is made twice: the first state is no inference tensor. Its
-# sequences are compiled by nobody, and so cut a minibatch's
+# sequences are compiled by nobody, and so cut a minibatch's: its backward pass goes through all pieces, and is in none
 GRAPHS = dict(ppo=[1], ppo_continuous_action=[1], ppo_lstm=[4, 2], ppo_atari_lstm=[4, 2])
 
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import small_args
+from conftest import FOLD_SCRIPTS, small_args
 from faulty_envs import Stop, crash_at
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -55,6 +55,19 @@ def test_a_run_leaves_nothing_changed(script, unusual, deterministic):
     torch.backends.cudnn.deterministic = deterministic
     script.train(small_args(script, torch_threads=1, torch_deterministic=not deterministic, eval_episodes=1))
     assert torch.backends.cudnn.deterministic == deterministic
+    unusual()
+
+
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_a_compiled_run_leaves_nothing_changed(script, unusual, monkeypatch):
+    """Catches: torch.compile told to look into backward(), for the caller's functions as well."""
+    seen = []
+    look = lambda function, **_: (seen.append(torch._dynamo.config.trace_autograd_ops), function)[1]
+    monkeypatch.setattr(torch, "compile", look)
+    script.train(small_args(script, torch_threads=1, compile=True))
+    assert all(seen)
+    assert seen
+    assert not torch._dynamo.config.trace_autograd_ops  # as torch has it
     unusual()
 
 

@@ -114,13 +114,22 @@ def test_two_processes_train_as_one(name, monkeypatch):
 
 
 def train_compiled(rank: int, name: str, arguments: dict) -> None:
-    """As train_and_tell, with graphs that are captured but not compiled."""
+    """As train_and_tell, with graphs that are captured but not compiled; none holds the exchange between processes."""
     script = importlib.import_module(name)
-    compile, average, in_graph = torch.compile, script.average, []
-    torch.compile = lambda function, **_: compile(function, backend="aot_eager", dynamic=False)
+    compile, average, in_graph, graphs = torch.compile, script.average, [], []
+    run_as_it_is = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(module, inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes])
+        return run_as_it_is(module, inputs)
+
+    torch.compile = lambda function, **_: compile(function, backend=backend, dynamic=False)
     script.average = lambda x: (in_graph.append(torch.compiler.is_compiling()), average(x))[1]
     train_and_tell(rank, name, arguments, predictable=False)
     assert set(in_graph) == {False}, "CUDA graphs cannot hold what goes from process to process"
+    policy_and_loss, _, _, clipping = graphs  # in between the gradient becomes a vector, and is split again
+    assert any("linear" in target for target in policy_and_loss)
+    assert any("vector_norm" in target for target in clipping)
 
 
 def test_compiled_processes_train_as_eager_ones():
