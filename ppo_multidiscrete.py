@@ -303,8 +303,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
     loss.backward()
     average_gradients(agent)
-    # foreach: on a GPU one kernel for all; on a CPU it would be what no graph can fuse [core 11]
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
     return stats | dict(grad_norm=grad_norm)
 
 

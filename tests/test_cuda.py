@@ -108,10 +108,9 @@ def test_a_compiled_policy_trains(script):
     assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
 
 
+@pytest.mark.parametrize("script", ["ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"], indirect=True)
 def test_compiled_bfloat16_trains(script):
     """Catches: CUDA graphs that do not bear autocast, which the other tests leave off."""
-    if not hasattr(script.Args, "bf16"):
-        pytest.skip("it computes in float32")
     torch._dynamo.reset()
     compiled = ten_iterations(script, compile=True, bf16=True)
     assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
