@@ -482,6 +482,7 @@ def draw_scaling(rows: list[dict[str, str]]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(12.8, 4.6), layout="constrained")
     for (task, *_), points in group(rows, "task", "device", "compiled", "processes", "machine").items():
@@ -492,10 +493,14 @@ def draw_scaling(rows: list[dict[str, str]]) -> None:
     for axis, label in zip(axes, ["env steps per second", "peak memory, MB"]):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.set_xticks(sorted({int(row["num_envs"]) for row in rows}))
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        for ticks in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            ticks("{x:,.0f}")
         axis.set_xlabel("envs")
-        axis.set_ylabel(label)
+        axis.set_title(label, fontsize=13)
         axis.grid(alpha=0.25)
-        axis.legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=12)
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=80)
     plt.close(figure)
 
