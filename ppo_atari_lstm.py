@@ -47,7 +47,7 @@ import torch
 import tyro
 from ale_py.vector_env import AtariVectorEnv  # registers the games, too
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, RecordVideo
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
@@ -174,7 +174,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         env = gym.make(args.env_id, **options | json.loads(args.env_kwargs))
         env = AtariPreprocessing(env, noop_max=30, frame_skip=frame_skip)
         asked_for = lambda episode: episode < args.eval_episodes
-        env = RecordVideo(env, str(video_dir), asked_for, fps=60 // frame_skip, disable_logger=True)
+        env = Film(env, str(video_dir), asked_for, fps=60 // frame_skip)
         return FrameStackObservation(env, 1, padding_type="zero")
 
     with refusing(args):
@@ -614,7 +614,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
                     env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id
             asked_for = lambda episode: episode < args.eval_episodes
-            env = gym.wrappers.RecordVideo(env, str(video_dir), episode_trigger=asked_for, disable_logger=True)
+            env = Film(env, str(video_dir), asked_for)
         return env
 
     parallel = args.vectorization == "async" and not video_dir
@@ -624,6 +624,30 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
     close = envs.close  # a worker that hangs in its env is killed after a second, or by a second Ctrl-C at once
     envs.close = lambda: close(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt)
     return envs
+
+
+class Film(gym.wrappers.RecordVideo):
+    """RecordVideo, but each frame is written at once: held to the episode's end, an Atari game's take gigabytes."""
+
+    writer = None
+
+    def _capture_frame(self) -> None:
+        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+
+        frame = self.env.render()
+        if not isinstance(frame, np.ndarray):
+            raise TypeError(f"it renders a {type(frame).__name__}, no picture")
+        if not self.writer:
+            path = f"{self.video_folder}/{self._video_name}.mp4"
+            self.writer = FFMPEG_VideoWriter(path, frame.shape[1::-1], self.frames_per_sec)
+        self.writer.write_frame(frame[..., :3].astype(np.uint8))
+
+    def stop_recording(self) -> None:
+        """End the video."""
+        writer, self.writer, self.recording = self.writer, None, False
+        with contextlib.suppress(BrokenPipeError):  # a terminal's Ctrl-C stops the encoder, too
+            if writer:
+                writer.close()
 
 
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:

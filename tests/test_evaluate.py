@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+import weakref
 from pathlib import Path
 
 import gymnasium as gym
@@ -162,6 +163,33 @@ def test_videos(script, monkeypatch, recorders):
     # evaluated again, the same folder holds the same videos
     script.evaluate(run_dir / "checkpoint.pt", 1, capture_video=True)
     assert sorted(run_dir.glob("videos/*/*.mp4")) == videos
+
+
+def test_a_film_holds_no_frames(script, monkeypatch, checkpoint, recorders):
+    """Catches: every frame held until its episode ends, which takes gigabytes of memory in a long game."""
+    frames, alive, render = [], [], Recorder.render
+
+    def spy(recorder):
+        frame = render(recorder)
+        frames.append(weakref.ref(frame))
+        alive.append(sum(reference() is not None for reference in frames))
+        return frame
+
+    monkeypatch.setattr(Recorder, "render", spy)
+    script.evaluate(checkpoint, 1, capture_video=True)
+    assert len(alive) > 5
+    assert max(alive) <= 2
+
+
+def test_a_film_ends_with_its_encoder(tmp_path):
+    """Catches: a traceback in place of an interrupted evaluation, for Ctrl-C in a terminal stops the encoder, too."""
+    with contextlib.closing(ppo.make_envs(ppo.Args(eval_episodes=1), 1, tmp_path)) as envs:
+        envs.reset(seed=[0])
+        encoder = envs.unwrapped.envs[0].writer.proc
+        encoder.stdin.write(b"half a frame")
+        encoder.kill()
+        encoder.wait()
+    assert encoder.stdin.closed
 
 
 @pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lstm"])
