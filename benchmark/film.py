@@ -16,11 +16,12 @@ from moviepy import VideoFileClip, clips_array
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def film(run_dir: Path, episodes: int) -> Path:
+def film(run_dir: Path, episodes: int, seed: int | None) -> Path:
     """Play with a run's agent; return the video of the longest of its episodes."""
     _, script, *_ = run_dir.name.split("__")
     command = [sys.executable, str(ROOT / f"{script}.py"), "--evaluate", str(run_dir), "--capture-video"]
-    subprocess.run([*command, "--eval-episodes", str(episodes)], check=True)
+    command += ["--eval-episodes", str(episodes)] + (["--seed", str(seed)] if seed is not None else [])
+    subprocess.run(command, check=True)
     return max(run_dir.glob("videos/step_*/*.mp4"), key=lambda path: VideoFileClip(str(path)).duration)
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "agents.gif")
     parser.add_argument("--episodes", type=int, default=3, help="of which the longest is shown")
+    parser.add_argument("--seed", type=int, help="of the episodes, for others than those of the run's own seed")
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--skip", type=float, nargs="+", default=[2], help="seconds left out of the beginning, of each")
     parser.add_argument("--height", type=int, default=160)
@@ -36,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     clips = []
     for run_dir, skip in zip(args.runs, itertools.cycle(args.skip)):
-        clip = VideoFileClip(str(film(run_dir, args.episodes)))
+        clip = VideoFileClip(str(film(run_dir, args.episodes, args.seed)))
         begin = max(0.0, min(skip, clip.duration - args.seconds))
         clip = clip.subclipped(begin, min(clip.duration, begin + args.seconds)).resized(height=args.height)
         clips.append(clip)

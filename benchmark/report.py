@@ -302,13 +302,15 @@ def page() -> str:
             parts.append("Not run yet.\n")
             continue
         commands = []
-        for label in dict.fromkeys(row["env_id"].partition("__")[2] for row in rows):
-            chosen = [row for row in rows if row["env_id"].partition("__")[2] == label]
-            envs = " ".join(dict.fromkeys(row["env_id"].partition("__")[0] for row in chosen))
-            envs = envs.replace("hidden-", "hidden:")  # the module of that env
-            seeds = " ".join(sorted({row["seed"] for row in chosen}, key=int))
-            command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {envs} --seeds {seeds}"
-            commands.append(command + (f" --label {label}" if label else "") + FLAGS.get(label, ""))
+        named = defaultdict(list)  # the envs that were run on the same seeds, under the same label
+        for (name,), runs in group(rows, "env_id").items():
+            env_id, _, label = name.partition("__")
+            seeds = " ".join(sorted({run["seed"] for run in runs}, key=int))
+            named[label, seeds].append(env_id.replace("hidden-", "hidden:"))  # the module of that env
+        for (label, seeds), envs in sorted(named.items()):
+            command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {' '.join(envs)}"
+            command += f" --seeds {seeds}" + (f" --label {label}" if label else "")
+            commands.append(command + FLAGS.get(label, ""))
         parts.append("```bash\n" + "\n".join(commands) + "\n```\n")
         if script in NOTES:
             parts.append(NOTES[script] + "\n")
