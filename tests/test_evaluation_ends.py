@@ -11,8 +11,11 @@ import pytest
 import torch
 from conftest import PROBED, SMALL, flags, read_scalars, small_args
 from faulty_envs import hook_envs
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from launcher import wait_until
 from probe_envs import ACTION_SPACES, Probe
+
+import ppo
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -186,6 +189,12 @@ def test_an_env_that_cannot_render_is_refused_at_once(probed_script, monkeypatch
     actions, _ = PROBED[probed_script.__name__]
     args = small_args(probed_script, env_id=f"probe_envs:ThreeSteps{actions}-v0", capture_video=True, eval_episodes=1)
     assert_refused_before_the_first_step(probed_script, monkeypatch, args)
+
+
+def test_an_env_that_renders_no_picture_is_refused_at_once(monkeypatch):
+    """Catches: an env that lets itself be asked for pictures and gives none: a film without a frame."""
+    monkeypatch.setattr(CartPoleEnv, "render", lambda env: None)
+    assert_refused_before_the_first_step(ppo, monkeypatch, small_args(ppo, capture_video=True, eval_episodes=1))
 
 
 @pytest.mark.parametrize("when", ["train", "evaluate"])
