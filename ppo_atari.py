@@ -163,8 +163,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         options = dict(frameskip=1, render_mode="rgb_array", disable_env_checker=True)
         env = gym.make(args.env_id, **options | json.loads(args.env_kwargs))
         env = AtariPreprocessing(env, noop_max=30, frame_skip=frame_skip)
-        asked_for = lambda episode: episode < args.eval_episodes
-        env = Film(env, str(video_dir), asked_for, fps=60 // frame_skip)
+        env = Film(env, video_dir, args.eval_episodes, fps=60 // frame_skip)
         return FrameStackObservation(env, 4, padding_type="zero")
 
     with refusing(args):
@@ -516,8 +515,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
             if "camera" not in args.env_kwargs:
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
                     env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id
-            asked_for = lambda episode: episode < args.eval_episodes
-            env = Film(env, str(video_dir), asked_for)
+            env = Film(env, video_dir, args.eval_episodes)
         return env
 
     parallel = args.vectorization == "async" and not video_dir
@@ -533,6 +531,9 @@ class Film(gym.wrappers.RecordVideo):
     """RecordVideo, but each frame is written at once: held to the episode's end, an Atari game's take gigabytes."""
 
     writer = None
+
+    def __init__(self, env: gym.Env, folder: Path, episodes: int, fps: int | None = None):
+        super().__init__(env, str(folder), lambda episode: episode < episodes, fps=fps)
 
     def _capture_frame(self) -> None:
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
