@@ -5,9 +5,9 @@ Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --e
 
 For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): a row per iteration in
 which an episode ended, with the mean return of those; and a line per run of summary.csv there: the mean return of the
-last 100 episodes, the git commit, the minutes of training, the machine. A run that was begun before, in the same
---work-dir, is resumed; one that is complete is only read. `python benchmark/report.py` then writes docs/results.md and
-draws the curves.
+last 100 episodes, the git commit, the minutes of training, the machine. Other seeds that these files hold stay there.
+A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read.
+`python benchmark/report.py` then writes docs/results.md and draws the curves.
 """
 
 import argparse
@@ -84,20 +84,29 @@ def commits(script: str, run_dir: Path) -> str:
     return " ".join(dict.fromkeys(found))
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of results, or none."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
-    """Write the curves of one env, and its runs' lines of the summary."""
+    """Write the curves of one env, and its runs' lines of the summary; other seeds' stay as they are."""
     env_name = file_name(env_id) + (f"__{label}" if label else "")
-    stem = f"{Path(script).stem}__{env_name}"
-    with open(RESULTS / f"{stem}.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["seed", "global_step", "episodic_return", "minutes"])
-        curves = {seed: read_curve(run_dir) for seed, run_dir in sorted(runs.items())}
-        for seed, curve in curves.items():
-            writer.writerows([seed, step, f"{value:.4g}", f"{minutes:.2f}"] for step, value, minutes in curve)
-    summary, rows = RESULTS / "summary.csv", {}
-    if summary.exists():
-        with open(summary, newline="") as file:
-            rows = {(row["script"], row["env_id"], row["seed"]): row for row in csv.DictReader(file)}
+    path = RESULTS / f"{Path(script).stem}__{env_name}.csv"
+    columns = ["seed", "global_step", "episodic_return", "minutes"]
+    curves = {seed: read_curve(run_dir) for seed, run_dir in runs.items()}
+    lines = [row for row in read(path) if int(row["seed"]) not in runs]
+    for seed, curve in curves.items():
+        lines += [dict(zip(columns, [seed, step, f"{value:.4g}", f"{time:.2f}"])) for step, value, time in curve]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(sorted(lines, key=lambda row: (int(row["seed"]), int(row["global_step"]))))
+    summary = RESULTS / "summary.csv"
+    rows = {(row["script"], row["env_id"], row["seed"]): row for row in read(summary)}
     columns = ["script", "env_id", "seed", "global_step", "episodes", "mean_return", "commit", "minutes", "machine"]
     for seed, run_dir in runs.items():
         state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)

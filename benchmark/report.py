@@ -3,12 +3,13 @@
 Run:   pip install -r benchmark/requirements.txt && python benchmark/report.py
 """
 
-import csv
 import itertools
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
+import learning_curves
 from throughput import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,7 @@ PICTURED = [
 ]
 # what the part of a name after the env means, and the flags that it was made with
 LABELS = {
+    "": "bfloat16, the default",
     "unmasked": "no masks",
     "unmasked-published-settings": "no masks, the published settings",
     "float32": "float32",
@@ -114,8 +116,20 @@ COMPARISONS = {
         "highest return there is, and one or two of either lose it again: these ten seeds show no difference. It is "
         "off by default, for with small minibatches it is slower.",
     ),
+    "bfloat16_atari": (
+        "Does Breakout learn as well in bfloat16?",
+        "ppo_atari",
+        ["BreakoutNoFrameskip-v4__float32", "BreakoutNoFrameskip-v4"],
+        f"python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {{seeds}} "
+        f"--label float32{FLAGS['float32']}\n"
+        "python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {seeds}",
+        "The CNN of `ppo_atari.py` computes in bfloat16 where the hardware has it, and then a run is about twice as "
+        "fast.",
+    ),
 }
-COMPARED = [(script, name) for _, script, names, *_ in COMPARISONS.values() for name in names]
+# the seeds and the last step of a comparison whose runs go on, and are in their script's table, too
+PARTS = {"bfloat16_atari": (["1", "2"], 500_000)}
+COMPARED = [(script, name) for key, (_, script, names, *_) in COMPARISONS.items() if key not in PARTS for name in names]
 NOTES = {
     "ppo": "CartPoleHidden-v1 shows positions and no velocities, as `ppo_lstm.py` sees CartPole; here with the "
     "defaults of `ppo.py`, which were not chosen for it.",
@@ -136,11 +150,7 @@ TITLES = {
 
 def read(name: str) -> list[dict[str, str]]:
     """The rows of a file of results, or none."""
-    path = RESULTS / name
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return learning_curves.read(RESULTS / name)
 
 
 def group(rows: list[dict[str, str]], *columns: str) -> dict[tuple, list[dict[str, str]]]:
@@ -212,38 +222,90 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
     return table([*columns, "commit", "minutes", "machine"], lines)
 
 
+def curves(path: Path, part: tuple[list[str], int] | None = None) -> dict[str, list[dict[str, str]]]:
+    """The rows of each seed in a file of curves, or of some seeds up to some step."""
+    runs = {seed: rows for (seed,), rows in group(read(path.name), "seed").items()}
+    if part is None:
+        return runs
+    seeds, last = part
+    return {seed: [row for row in runs[seed] if int(row["global_step"]) <= last] for seed in seeds}
+
+
+def table_of_ends(script: str, names: list[str], part: tuple[list[str], int]) -> str:
+    """A line per result: the mean of each seed's curve over the last 100,000 steps of this part."""
+    seeds, last = part
+    lines = []
+    for name in names:
+        runs = curves(RESULTS / f"{script}__{name}.csv", part).values()
+        ends = [[row for row in run if int(row["global_step"]) > last - 100_000] for run in runs]
+        returns = [statistics.mean(float(row["episodic_return"]) for row in rows) for rows in ends]
+        mean = f"{statistics.mean(returns):.2f} ± {statistics.pstdev(returns):.2f}"
+        env_id, _, label = name.partition("__")
+        lines.append([f"{env_id}, {LABELS[label]}", ", ".join(seeds), ", ".join(f"{x:.2f}" for x in returns), mean])
+    window = f"{last / 1e6 - 0.1:g}M to {last / 1e6:g}M"
+    return table(["env", "seeds", f"mean return from {window} steps", "mean ± std"], lines)
+
+
+def commas(number: str) -> str:
+    """A whole number as it is read; what is none, as it is."""
+    return f"{int(number):,}" if number.isdigit() else number
+
+
+def by_machine(rows: list[dict[str, str]], table_of: Callable) -> str:
+    """A table for each machine, under its name, the last one measured first."""
+    groups = group(rows[::-1], "machine")
+    return "\n".join(f"{machine}:\n\n{table_of(rows[::-1])}" for (machine,), rows in groups.items())
+
+
+def by_setting(rows: list[dict[str, str]]) -> list[tuple[str, dict[str, str]]]:
+    """Measurements in the order of tasks and envs, each with its task and what is unusual about it."""
+
+    def order(row):
+        several = int(row.get("processes", 1))
+        return row["device"], list(OURS).index(row["task"]), several, int(row["num_envs"]), row["compiled"]
+
+    named = []
+    for row in sorted(rows, key=order):
+        several = int(row.get("processes", 1))
+        unusual = [f"{several} processes" if several > 1 else "", "compiled" if row["compiled"] == "yes" else ""]
+        unusual.append("GPU" if row["device"] == "cuda" else "")
+        named.append((", ".join([row["task"], *filter(None, unusual)]), row))
+    return named
+
+
 def table_of_speeds(rows: list[dict[str, str]]) -> str:
-    """A line per measurement of throughput.csv."""
+    """A line per measurement of throughput.csv or scaling.csv."""
     titles = {
-        "task": "task",
         "num_envs": "envs",
-        "processes": "processes",
-        "device": "device",
-        "compiled": "compiled",
         "ours": "steps/s",
         "peer": "Stable-Baselines3",
         "ratio": "ratio",
         "peak_memory_mb": "peak memory, MB",
         "repeats": "repeats",
-        "commit": "commit",
-        "machine": "machine",
     }
-    return table(list(titles.values()), [[row[name] for name in titles] for row in rows])
+    titles = {name: title for name, title in titles.items() if any(row[name] for row in rows)}
+    lines = [[task, *(commas(row[name]) for name in titles), row["commit"]] for task, row in by_setting(rows)]
+    return table(["task", *titles.values(), "commit"], lines)
 
 
 def table_of_parts(rows: list[dict[str, str]]) -> str:
     """A line per measurement of parts.csv: each part's microseconds per env step and its share."""
-    setting, parts = ["task", "num_envs", "device", "compiled"], ["policy", "envs", "advantages", "update", "rest"]
+    parts = ["policy", "envs", "advantages", "update", "rest"]
     lines = []
-    for row in rows:
+    for task, row in by_setting(rows):
         total = sum(float(row[part]) for part in parts)
         shares = [f"{float(row[part]):.0f} ({float(row[part]) / total:.0%})" for part in parts]
-        limit = f"{1e6 / float(row['envs']):.0f}"
-        lines.append(
-            [*(row[name] for name in setting), *shares, f"{1e6 / total:.0f}", limit, row["commit"], row["machine"]]
-        )
-    titles = ["task", "envs", "device", "compiled", *(f"{part}, µs" for part in parts)]
-    return table([*titles, "steps/s", "envs alone", "commit", "machine"], lines)
+        limit = f"{1e6 / float(row['envs']):,.0f}"
+        lines.append([task, row["num_envs"], *shares, f"{1e6 / total:,.0f}", limit, row["commit"]])
+    titles = ["task", "envs", *(f"{part}, µs" for part in parts)]
+    return table([*titles, "steps/s", "envs alone", "commit"], lines)
+
+
+def table_of_threads(rows: list[dict[str, str]]) -> str:
+    """A line per measurement of threads.csv."""
+    titles = ["script", "threads", "machine is", "steps/s", "repeats"]
+    lines = [[*(commas(row[title]) for title in titles), row["commit"]] for row in rows]
+    return table([*titles, "commit"], lines)
 
 
 def table_of_scripts() -> str:
@@ -320,9 +382,10 @@ def page() -> str:
         rows = [row for row in results if row["script"] == script and row["env_id"] in names]
         if {row["env_id"] for row in rows} != set(names):
             continue
-        seeds = " ".join(sorted({row["seed"] for row in rows}, key=int))
-        parts.append(f"## {title}\n\n{text}\n\n```bash\n{command.format(seeds=seeds)}\n```\n")
-        parts.append(table_of_returns(script, rows))
+        seeds = PARTS[key][0] if key in PARTS else sorted({row["seed"] for row in rows}, key=int)
+        lines = table_of_ends(script, names, PARTS[key]) if key in PARTS else table_of_returns(script, rows)
+        parts.append(f"## {title}\n\n{text}\n\n```bash\n{command.format(seeds=' '.join(seeds))}\n```\n")
+        parts.append(lines)
         parts.append(f"![Learning curves]({key}.png)\n")
     parts.append("## Speed\n")
     parts.append(
@@ -331,7 +394,7 @@ def page() -> str:
         "where the hardware has it; the medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means "
         "of whole runs; later ones leave out the first iteration.\n"
     )
-    parts.append(table_of_speeds(read("throughput.csv")))
+    parts.append(by_machine(read("throughput.csv"), table_of_speeds))
     settings = [f"`{task}`: `{script}.py {flags(changes)}`" for task, (script, changes) in OURS.items() if changes]
     parts.append(f"A task has the defaults of its script, but for {'; '.join(settings)}.\n")
     if rows := read("parts.csv"):
@@ -343,7 +406,7 @@ def page() -> str:
             "noted and logged. `envs alone` is the steps/s at which a policy and an update that cost nothing "
             "would train.\n"
         )
-        parts.append(table_of_parts(rows))
+        parts.append(by_machine(rows, table_of_parts))
     if rows := read("threads.csv"):
         parts.append("## Threads\n")
         parts.append(
@@ -352,14 +415,14 @@ def page() -> str:
             "where it waits for the others, and the other scripts one thread. 64 threads are those of a host with 64 "
             "cores of which the process has two.\n"
         )
-        parts.append(table(list(rows[0]), [list(row.values()) for row in rows]))
+        parts.append(by_machine(rows, table_of_threads))
     if rows := read("scaling.csv"):
         parts.append("## Cost as work grows\n")
         parts.append(
             "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else as by default: "
             "the batch and its minibatches grow with them, up to 32,768 steps.\n"
         )
-        parts.append(table_of_speeds(rows))
+        parts.append(by_machine(rows, table_of_speeds))
         parts.append("![Speed and memory against the number of envs](scaling.png)\n")
     missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not list(RESULTS.glob(f"{script}__{env}*.csv"))]
     if missing:
@@ -379,31 +442,29 @@ def smooth(steps, returns, width: int = 50):
 UNITS = {"global_step": ("env steps, millions", 1e6), "minutes": ("minutes of training", 1)}
 
 
-def draw_curves(axis, path: Path, color: str, name: str = "", against: str = "global_step") -> None:
-    """Thin seeds, and their mean with a band of one standard deviation; one seed alone is no thinner than a mean."""
+def draw_curves(
+    axis, path: Path, color: str, name: str = "", against: str = "global_step", part: tuple | None = None
+) -> None:
+    """Thin seeds, and their mean with a band of one standard deviation; no mean of runs of unequal length."""
     import numpy as np
 
     label, unit = UNITS[against]
-    curves = [
-        smooth(*np.array([(float(r[against]) / unit, float(r["episodic_return"])) for r in run]).T)
-        for run in group(read(path.name), "seed").values()
+    runs = list(curves(path, part).values())
+    ends = [int(run[-1]["global_step"]) for run in runs]
+    averaged = len(runs) > 1 and min(ends) > 0.98 * max(ends)
+    style = dict(linewidth=0.8, alpha=0.5) if averaged else dict(linewidth=1.6)
+    lines = [
+        smooth(*np.array([(float(r[against]) / unit, float(r["episodic_return"])) for r in run]).T) for run in runs
     ]
-    alone = len(curves) == 1
-    style = dict(linewidth=1.6, label=name or None) if alone else dict(linewidth=0.8, alpha=0.5)
-    for steps, returns in curves:
-        axis.plot(steps, returns, color=color, **style)
+    for number, (steps, returns) in enumerate(lines):
+        axis.plot(steps, returns, color=color, label=None if averaged or number else name or None, **style)
     axis.set_xlabel(label)
-    if not alone:
-        grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-        values = np.stack([np.interp(grid, x, y) for x, y in curves])
+    if averaged:
+        grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 200)
+        values = np.stack([np.interp(grid, x, y) for x, y in lines])
         mean, std = values.mean(0), values.std(0)
-        axis.plot(
-            grid,
-            mean,
-            linewidth=2.2,
-            color=color,
-            label=", ".join(filter(None, [name, f"mean of {len(curves)} seeds"])),
-        )
+        label = ", ".join(filter(None, [name, f"mean of {len(lines)} seeds"]))
+        axis.plot(grid, mean, linewidth=2.2, color=color, label=label)
         axis.fill_between(grid, mean - std, mean + std, alpha=0.15, color=color, linewidth=0)
     axis.set_ylabel("episodic return")
     axis.grid(alpha=0.25)
@@ -420,7 +481,7 @@ def draw_comparison(key: str) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, name in enumerate(names):
         env_id, _, label = name.partition("__")
-        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", LABELS[label])
+        draw_curves(axis, RESULTS / f"{script}__{name}.csv", f"C{number}", LABELS[label], part=PARTS.get(key))
     axis.set_title(env_id, fontsize=13)
     axis.legend(loc="lower right")
     figure.savefig(ROOT / "docs" / f"{key}.png", dpi=80)
@@ -465,7 +526,8 @@ def draw(script: str) -> None:
 
     paths = [p for p in sorted(RESULTS.glob(f"{script}__*.csv")) if tuple(p.stem.split("__", 1)) not in COMPARED]
     panels = [(number, path, "global_step") for number, path in enumerate(paths)]
-    panels += [(number, path, "minutes") for number, path in enumerate(paths) if "minutes" in read(path.name)[0]]
+    timed = [all(row.get("minutes") for row in read(path.name)) for path in paths]
+    panels += [(number, path, "minutes") for number, path in enumerate(paths) if timed[number]]
     panels.sort()
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)

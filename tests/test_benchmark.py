@@ -60,7 +60,8 @@ def test_a_measured_speed_is_that_of_the_log(monkeypatch):
 
 
 def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
-    """Catches: a curve of another seed, a mean that is not of the last episodes, a run begun anew that was there."""
+    """Catches: a curve of another seed, a mean that is not of the last episodes, seeds that were there before lost, a
+    run begun anew that was there."""
     monkeypatch.setattr(learning_curves, "RESULTS", tmp_path)
     arguments = SMALL["ppo"] | dict(num_steps=64, total_timesteps=512)
     runs = {}
@@ -80,6 +81,15 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
         line = summary[str(seed)]
         assert (line["env_id"], line["global_step"], line["episodes"]) == ("CartPole-v1__quick", "512", str(len(last)))
         assert float(line["mean_return"]) == round(float(np.mean(last)), 2)
+
+    (tmp_path / "ppo__CartPole-v1__quick.csv").write_text(
+        "seed,global_step,episodic_return\n1,256,-1\n10,256,20.5\n"  # a file of before minutes were noted
+    )
+    learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)
+    with open(tmp_path / "ppo__CartPole-v1__quick.csv") as file:
+        *of_runs, other = csv.DictReader(file)
+    assert of_runs == rows
+    assert other == dict(seed="10", global_step="256", episodic_return="20.5", minutes="")
 
     before = parameters(runs[1])
     again = learning_curves.train("ppo.py", "CartPole-v1", 1, "quick", Path.cwd(), [])
