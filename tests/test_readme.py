@@ -115,6 +115,19 @@ def test_the_tables_follow_the_files(monkeypatch, tmp_path):
     assert "490.0, 2 seeds, 0.5M steps (CleanRL: 490.0 after 0.5M)" in report.table_of_scripts()
 
 
+def test_a_comparison_is_of_the_same_seeds_and_steps(monkeypatch, tmp_path):
+    """Of two results one would count a seed more than the other, or what a run learned later."""
+    report = importlib.import_module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    header = "seed,global_step,episodic_return,minutes\n"
+    for name, seeds in dict(one="12", another="123").items():
+        rows = [f"{seed},{step},{value},1\n" for seed in seeds for step, value in [(400_000, 99), (700_000, 99)]]
+        rows += [f"{seed},{step},{10 * int(seed)},1\n" for seed in seeds for step in (400_001, 500_000)]
+        (tmp_path / f"ppo__{name}.csv").write_text(header + "".join(rows))
+    lines = report.table_of_ends("ppo", ["one", "another"], (["1", "2"], 500_000)).splitlines()
+    assert [line.split(" | ", 1)[1] for line in lines[2:]] == ["1, 2 | 10.00, 20.00 | 15.00 ± 5.00 |"] * 2
+
+
 def test_the_front_page_is_short():
     """The README grew until nobody reads it; docs/ is there for the rest."""
     lines = README.read_text().count("\n")
