@@ -352,7 +352,7 @@ def train(args: Args) -> Path:
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
-            next_values = torch.where(to_tensor(truncations), final_values, next_values)
+            next_values = torch.where(to_tensor(truncations), final_values, next_values)  # where terminated, unused
 
             # advantages
             dones = to_tensor(terminations | truncations).float()
@@ -780,6 +780,10 @@ def require(args: Args, names: str, valid: Callable, rule: str) -> None:
 
 def check_args(args: Args) -> None:
     """Raise a UserError for values that no script can use, and set what others imply."""
+    for f in fields(args):  # NumPy's numbers, as a sweep over np.logspace has them, are none that a checkpoint holds
+        if f.init and isinstance(value := getattr(args, f.name), np.generic):
+            setattr(args, f.name, value.item())
+    require(args, "resume evaluate", lambda x: x != "", "a run's folder")
     require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
     require(args, "target_kl", lambda x: x is None or x > 0, "a positive number")
@@ -815,8 +819,9 @@ def refusing(args: Args, *known: str) -> Iterator[None]:
     except Exception as error:  # arguments of an env may have it raise whatever it likes
         if isinstance(error, UserError) or (args.env_kwargs == "{}" and not isinstance(error, usual)):
             raise
-        near = difflib.get_close_matches(args.env_id.rpartition(":")[2], [*known, *gym.registry])
-        hint = f" (registered ids like it: {', '.join(near)})" if near and args.env_id not in near else ""
+        name = args.env_id.rpartition(":")[2]
+        near = difflib.get_close_matches(name, [*known, *gym.registry])
+        hint = f" (registered ids like it: {', '.join(near)})" if near and name not in near else ""
         reason = " ".join((str(error) if isinstance(error, usual) else repr(error)).split())  # on one line
         raise UserError(f"cannot make the env {args.env_id}: {reason}{hint}") from None
 
@@ -826,7 +831,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
 
     def make_one() -> gym.Env:
         prepare_process(args)
-        env = make_env()
+        env = gym.wrappers.TransformObservation(make_env(), np.array, None)  # copies: reset() may overwrite the last
         if video_dir:
             if "camera" not in args.env_kwargs:
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
@@ -878,7 +883,9 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     scripts = {"Discrete": "ppo.py", "Box": "ppo_continuous_action.py", "MultiDiscrete": "ppo_multidiscrete.py"}
     script, own = scripts.get(type(action_space).__name__), Path(__file__).name
     advice = f"use {script}"
-    if script in (None, own):
+    if len(obs_space.shape or ()) > 1 and script != "ppo_multidiscrete.py":
+        advice = "flatten the observations, or have make_envs let them pass and give Agent a CNN"
+    elif script in (None, own):
         advice = "it takes vectors (ppo_multidiscrete.py: grids from 5x5 cells, too), and of Box actions float vectors"
     return UserError(f"{args.env_id} has {spaces}, which {own} does not handle: {advice}")
 
@@ -965,10 +972,10 @@ def variance(x: Tensor) -> Tensor:
     return torch.cat(gather([x.cpu()])).var()
 
 
-def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
-    """Read a checkpoint onto the CPU, without running code from it, and load its parameters into `agent`, if given.
+def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) -> dict:
+    """Read a checkpoint onto the CPU, without running code from it; load the agent and the optimizer that are given.
 
-    Raises UserError for a file that is missing, torn, foreign or hostile, and for a network that is not the agent's.
+    Raises UserError for a file that is missing, torn, foreign or hostile, and for what is not made alike.
     """
     author = ""
     try:
@@ -989,9 +996,11 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None) -> dict:
     try:
         if agent:
             agent.load_state_dict(state["agent"])
-    except RuntimeError:
-        how = "undo the change or start a new run"
-        raise UserError(f"{path}{author} holds another network than this one: {how}") from None
+        if optimizer:
+            optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        what = "network" if isinstance(error, RuntimeError) else "optimizer"
+        raise UserError(f"{path}{author} holds another {what} than this one: undo the change or start anew") from None
     return state
 
 
@@ -1022,15 +1031,24 @@ def try_camera(args: Args) -> None:
         raise UserError(f"--capture-video cannot film {args.env_id}: {str(error) or type(error).__name__}") from None
 
 
+def say(text: str) -> None:
+    """Print a line above the progress bar; where nobody reads it the run goes on: Ctrl-C ends the `| tee`, too."""
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def report(returns: list[float], episodes: int) -> None:
     """Print what an evaluation of so many episodes found."""
     if len(returns) < episodes:
         steps = f"{episodes * EPISODE_LIMIT:,} steps"
-        tqdm.write(f"evaluation: given up after {steps}, in which {len(returns)} of {episodes} episodes ended")
+        say(f"evaluation: given up after {steps}, in which {len(returns)} of {episodes} episodes ended")
     if returns:
         mean, std = np.mean(returns), np.std(returns)
         spread = f"min {min(returns):.2f}, max {max(returns):.2f}"
-        tqdm.write(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {len(returns)} episodes")
+        say(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {len(returns)} episodes")
 
 
 class Run(contextlib.ExitStack):
@@ -1101,11 +1119,11 @@ class Run(contextlib.ExitStack):
             self.global_step += args.batch_size
             yield self.iteration
         self.close()
-        print(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
+        say(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
         if stop and not finished:
             launcher = "python" if self.processes == 1 else f"torchrun --nproc-per-node {self.processes}"
             resume = shlex.join([__file__, "--resume", str(self.folder)])
-            print(f"stopped by signal {stop}; to go on: {launcher} {resume}")
+            say(f"stopped by signal {stop}; to go on: {launcher} {resume}")
             sys.exit(128 + stop)
 
     def open(self, agent: nn.Module, optimizer) -> None:
@@ -1216,7 +1234,8 @@ class Run(contextlib.ExitStack):
             self.signals.append(signum)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self.rank == 0:  # print() is not for signal handlers
-                os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
             if self.evaluating:
                 raise KeyboardInterrupt
 
@@ -1243,6 +1262,8 @@ class Run(contextlib.ExitStack):
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
         buffer = io.BytesIO()
         torch.save(state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)  # raises: what cannot be read replaces nothing
         path = self.folder / "checkpoint.pt"
         try:
             with open(path.with_suffix(".tmp"), "wb") as file:
@@ -1262,15 +1283,17 @@ class Run(contextlib.ExitStack):
             if begun != given:
                 flag = name.replace("_", "-")
                 raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
-        load_checkpoint(self.folder / "checkpoint.pt", agent)
-        for saved_group, group in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-            saved_group["weight_decay"] = group["weight_decay"]  # it may have been given anew
-        optimizer.load_state_dict(state["optimizer"])
+        options = [group.copy() for group in optimizer.param_groups]
+        load_checkpoint(self.folder / "checkpoint.pt", agent, optimizer)
+        for group, given in zip(optimizer.param_groups, options):  # weight decay, betas, epsilon may be given anew
+            group.update(given, lr=group["lr"])  # the loop sets the learning rate, or adapts it
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         self.global_step, self.wandb_id = state["global_step"], state["wandb_id"]
         self.iteration = self.global_step // self.args.batch_size
+        done = f"at least the {self.global_step} steps done"
+        require(self.args, "total_timesteps", lambda _: self.iteration <= self.args.num_iterations, done)
         self.recent_returns.extend(state["recent_returns"])
         self.kept.update({name: state[name] for name in self.kept if name in state})
 
@@ -1304,7 +1327,7 @@ class Run(contextlib.ExitStack):
         if cut and self.ended < envs.num_envs and not self.warned:
             self.warned = True
             lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
-            tqdm.write(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
+            say(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
         self.episodes_restart = False
         self.ended = 0
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
@@ -1375,7 +1398,7 @@ class Run(contextlib.ExitStack):
         if self.bar.disable and time.time() - self.last_print > 5:  # no terminal: a plain line instead of the bar
             self.last_print, sps = time.time(), scalars["charts/SPS"]
             left = timedelta(seconds=round((self.bar.total - self.global_step) / sps))
-            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress()}", flush=True)
+            say(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress()}")
 
     def progress(self) -> str:
         """The mean return of the last 100 episodes, in words."""
@@ -1411,7 +1434,7 @@ def spell_out(argv: list[str]) -> list[str]:
             result += [f"--{name.removeprefix('no_')}", "False"]
         elif before in booleans:
             result.append(word.capitalize())
-        elif types.get(before) is int and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word).is_integer():
+        elif types.get(before) is int and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word).is_integer():
             result.append(str(int(float(word))))
         else:
             result.append(word)
@@ -1430,7 +1453,7 @@ def parse_args() -> Args:
     if known.evaluate:
         saved |= dict(eval_episodes=0, eval_every=0, deterministic=False, capture_video=False)
     default = Args(**saved)
-    what = __doc__.split("\n\n")[0]
+    what = (__doc__ or "").split("\n\n")[0]  # python -OO leaves it out
     args = tyro.cli(Args, default=default, description=what, args=argv, config=(tyro.conf.FlagConversionOff,))
     if args.evaluate:
         heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads"}

@@ -33,6 +33,7 @@ BAD_NUMBERS = """
 WRONG_ENVS = {
     "ppo": [
         ("Pendulum-v1", "ppo_continuous_action.py"),
+        ("CarRacing-v3", "CNN"),
         ("probe_envs:EndlessMultiDiscrete-v0", "ppo_multidiscrete.py"),
         ("probe_envs:NoSuchEnv-v0", "probe_envs:NoSuchEnv-v0"),
         ("no_such_module:Env-v0", "no_such_module"),
@@ -44,7 +45,7 @@ WRONG_ENVS = {
         ("Breakout-v4", "BreakoutNoFrameskip-v4"),
         ("", "env"),
     ],
-    "ppo_continuous_action": [("CartPole-v1", "ppo.py")],
+    "ppo_continuous_action": [("CartPole-v1", "ppo.py"), ("CarRacing-v3", "CNN")],
     "ppo_multidiscrete": [
         ("CartPole-v1", "ppo.py"),
         ("Pendulum-v1", "ppo_continuous_action.py"),
@@ -92,7 +93,9 @@ def test_bad_numbers(script, main, setting):
     assert_refused(main(script, *small_flags(script), f"--{flag}={value}"), flag)
 
 
-@pytest.mark.parametrize("argv", [["--no-such-flag", "1"], ["--batch-size", "64"], ["stray"], ["--num-envs"]], ids=str)
+@pytest.mark.parametrize(
+    "argv", [["--no-such-flag", "1"], ["--batch-size", "64"], ["stray"], ["--num-envs"], ["--resume", ""]], ids=str
+)
 def test_bad_flags(script, main, argv):
     """Catches: a mistyped flag that is ignored, and a derived size that can be set and is then overwritten."""
     assert_refused(main(script, *small_flags(script), *argv), argv[0])
@@ -120,6 +123,7 @@ def test_wrong_env(main, name, env_id, word):
 # arguments that an env cannot take: by another name, of another type, out of range, for a file that is not there
 WRONG_KWARGS = [
     ("ppo", "CartPole-v1", '{"gravity": 5.0}', "gravity"),
+    ("ppo", "probe_envs:Endless-v0", '{"gravity": 5.0}', "gravity"),
     ("ppo", "FrozenLake-v1", '{"map_name": "9x9"}', "9x9"),
     ("ppo", "LunarLander-v3", '{"gravity": 5.0}', "gravity"),
     ("ppo_continuous_action", "Ant-v5", '{"xml_file": "nowhere.xml"}', "nowhere.xml"),
@@ -137,6 +141,7 @@ def test_wrong_env_kwargs(main, name, env_id, kwargs, word):
     result = main(script, *small_flags(script), "--env-id", env_id, "--env-kwargs", kwargs)
     assert_refused(result, env_id, word)
     assert result[2].strip().splitlines()[-1].startswith("error: cannot make the env")
+    assert "ids like it" not in result[2]  # the id is right
 
 
 @pytest.mark.parametrize("script", SCRIPTS, indirect=True)

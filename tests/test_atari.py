@@ -129,10 +129,13 @@ def test_equals_the_plain_game(atari_script, without_noops, env_id, steps, frame
 
 
 @pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
-@pytest.mark.parametrize("env_id", GAMES)
-def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_id):
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [*((env_id, "{}") for env_id in GAMES), (BREAKOUT, '{"frameskip": 1}'), (BREAKOUT, '{"frameskip": 6}')],
+)
+def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_id, kwargs):
     """Catches: an evaluation on other observations, lives or rewards than the agent was trained on."""
-    args = small_args(atari_script, env_id=env_id)
+    args = small_args(atari_script, env_id=env_id, env_kwargs=kwargs)
     native, recorded = (atari_script.make_envs(args, 1, video_dir) for video_dir in (None, tmp_path))
     with contextlib.closing(native), contextlib.closing(recorded):
         assert native.single_observation_space == recorded.single_observation_space

@@ -132,6 +132,20 @@ def test_a_failed_write_keeps_the_checkpoint_before(script, run_dir, monkeypatch
     assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 4
 
 
+def test_what_cannot_be_read_back_replaces_nothing(script, run_dir, monkeypatch):
+    """Catches: a path, or a number of NumPy's, kept by an edited script, whose checkpoints cannot be read again."""
+    save, before = script.Run.save, (run_dir / "checkpoint.pt").read_bytes()
+
+    def save_a_path_too(run, *args):
+        run.kept["mine"] = run_dir
+        save(run, *args)
+
+    monkeypatch.setattr(script.Run, "save", save_a_path_too)
+    with pytest.raises(pickle.UnpicklingError):
+        script.train(small_args(script, resume=str(run_dir), total_timesteps=longer(script)))
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+
+
 def test_a_log_that_cannot_be_written(script, run_dir, monkeypatch):
     """Catches: a resume in a folder that is read-only, answered by a traceback out of TensorBoard."""
 

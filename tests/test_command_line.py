@@ -38,10 +38,15 @@ def test_whole_numbers_in_scientific_notation(script, monkeypatch):
     for million in ("1e6", "1E6", "1e+6", "1.0e6", "1000000", "1_000_000"):
         assert parsed(script, monkeypatch, "--total-timesteps", million).total_timesteps == 1_000_000
     assert parsed(script, monkeypatch, "--total_timesteps=2.5e5").total_timesteps == 250_000
-    with pytest.raises(SystemExit):
-        parsed(script, monkeypatch, "--total-timesteps", "1.5")
-    with pytest.raises(SystemExit):
-        parsed(script, monkeypatch, "--total-timesteps", "1.5e-1")
+    for number in ("1.5", "1.5e-1", "1.2.3e4", ".e4"):
+        with pytest.raises(SystemExit):
+            parsed(script, monkeypatch, "--total-timesteps", number)
+
+
+def test_without_docstrings(script, monkeypatch):
+    """Catches: `python -OO ppo.py` answered by a traceback."""
+    monkeypatch.setattr(script, "__doc__", None)
+    assert parsed(script, monkeypatch, "--gamma", "0.5").gamma == 0.5
 
 
 def test_a_run_is_named_by_its_folder_or_its_checkpoint(script, launcher):

@@ -65,6 +65,25 @@ def test_a_weight_decay_given_anew_holds(launcher):
     assert steps == {4 * args.update_epochs * args.num_minibatches}  # the moments were kept
 
 
+def test_an_optimizer_of_another_shape_is_refused(script):
+    """Catches: a layer frozen, or a group of parameters added, before a resume: a traceback out of torch."""
+    run_dir = begin(script.__name__)
+    state = load(run_dir)
+    state["optimizer"]["param_groups"][0]["params"].pop()
+    torch.save(state, run_dir / "checkpoint.pt")
+    with pytest.raises(script.UserError, match="another optimizer"):
+        script.train(script.Args(resume=str(run_dir)))
+
+
+def test_a_resume_cannot_take_steps_back(script):
+    """Catches: a total that is less than what is done: nothing happens, and the checkpoint tells the smaller number."""
+    run_dir = script.train(small_args(script))
+    before = contents(run_dir)
+    with pytest.raises(script.UserError, match="--total-timesteps must be at least the 128 steps done, not 64"):
+        script.train(script.Args(resume=str(run_dir), total_timesteps=64))
+    assert contents(run_dir) == before
+
+
 def test_what_a_resume_comes_too_late_to_change(script, launcher):
     """Catches: a resume with statistics that were never gathered; a flag that is taken, printed and does nothing."""
     run_dir = begin(script.__name__)

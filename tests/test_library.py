@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from conftest import SMALL, flags, same_parameters, small_args
 
@@ -26,6 +27,17 @@ def test_resume_by_args_goes_on_with_the_runs_arguments(script):
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     assert (state["args"]["gamma"], state["args"]["learning_rate"]) == (0.9, 1e-3)
     assert (state["args"]["num_envs"], state["global_step"]) == (small_args(script).num_envs, steps)
+
+
+def test_numbers_of_numpy_are_plain_in_a_checkpoint(script):
+    """Catches: a sweep over np.logspace whose checkpoints cannot be read, hours later."""
+    plain = dict(learning_rate=1e-4, gamma=0.5, seed=2, num_envs=2, norm_adv=True, exp_name="sweep")
+    sweep = dict(learning_rate=np.logspace(-4, -3, 2)[0], gamma=np.float32(0.5), seed=np.arange(3)[2])
+    sweep |= dict(num_envs=np.int64(2), norm_adv=np.bool_(True), exp_name=np.str_("sweep"))
+    state = script.load_checkpoint(script.train(small_args(script, **sweep)) / "checkpoint.pt")
+    assert {name: (state["args"][name], type(state["args"][name])) for name in plain} == {
+        name: (value, type(value)) for name, value in plain.items()
+    }
 
 
 def test_a_default_given_on_the_command_line_holds(launcher):

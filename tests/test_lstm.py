@@ -1,5 +1,6 @@
 """The recurrent scripts: the memory's arithmetic, its resets, what it is trained on, and what it is good for."""
 
+import functools
 import importlib
 
 import gymnasium as gym
@@ -107,6 +108,17 @@ def test_lstm_init(recurrent):
         else:
             smaller = parameter if parameter.shape[0] < parameter.shape[1] else parameter.T
             torch.testing.assert_close(smaller @ smaller.T, torch.eye(len(smaller)), rtol=0, atol=1e-5)
+
+
+def test_a_resume_may_cut_sequences_otherwise(recurrent):
+    """Catches: train(Args(resume=..., seq_len=12)) judged by the default's num_steps in place of the run's."""
+    run_dir = recurrent.train(small_args(recurrent, num_steps=24, total_timesteps=96))
+    go_on = functools.partial(recurrent.Args, resume=str(run_dir), total_timesteps=192)
+    with pytest.raises(recurrent.UserError, match="--seq-len must be a divisor"):
+        recurrent.train(go_on(seq_len=7))
+    recurrent.train(go_on(seq_len=12, num_minibatches=4))
+    state = recurrent.load_checkpoint(run_dir / "checkpoint.pt")
+    assert (state["args"]["seq_len"], state["args"]["num_steps"], state["iteration"]) == (12, 24, 4)
 
 
 @pytest.mark.parametrize("seq_len", [0, 1, 2, 8])

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import re
 import shlex
 import signal
@@ -67,6 +68,26 @@ def test_a_signal_ends_the_run_as_a_pause(script, monkeypatch, capfd, launcher, 
     assert load(run_dir)["iteration"] == 4
     assert "to go on" not in process.stdout
     assert list(Path("runs").iterdir()) == [run_dir]
+
+
+def test_ctrl_c_that_ends_the_reader_of_the_log_too(script, monkeypatch):
+    """Catches: a run under `2>&1 | tee log`, where Ctrl-C ends tee as well, that dies of it and is not saved."""
+    signal_at(monkeypatch, script, second_iteration(script), signal.SIGINT)
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        os.dup2(writer, 2)
+        try:
+            with pytest.raises(SystemExit) as exit:
+                script.train(small_args(script))
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+    assert exit.value.code == 128 + signal.SIGINT
+    (run_dir,) = Path("runs").iterdir()
+    assert load(run_dir)["iteration"] == 2
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
