@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,21 @@ def same_parameters(run_dir: Path, other_dir: Path) -> bool:
 def pytest_collection_modifyitems(items):
     """MicroRTS comes last: once its JVM runs in this process, with threads of its own, no test should fork."""
     items.sort(key=lambda item: "microrts" in item.path.name)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Has torch.compile capture graphs without compiling them; counts how often for which function."""
+    counts, compile = Counter(), torch.compile
+
+    def spy(function, **options):
+        def backend(graph, inputs):
+            counts[function.__name__] += 1
+            return graph.forward
+
+        return compile(function, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    torch._dynamo.reset()
+    yield counts
+    torch._dynamo.reset()

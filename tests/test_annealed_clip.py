@@ -1,29 +1,10 @@
 """--anneal-clip: the loss gets a clip_coef that falls, as a tensor: compiled once, and the same numbers."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import FOLD_SCRIPTS, parameters, small_args
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """Has torch.compile capture graphs without compiling them; counts how often for which function."""
-    counts, compile = Counter(), torch.compile
-
-    def spy(function, **options):
-        def backend(graph, inputs):
-            counts[function.__name__] += 1
-            return graph.forward
-
-        return compile(function, backend=backend)
-
-    monkeypatch.setattr(torch, "compile", spy)
-    torch._dynamo.reset()
-    yield counts
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)

@@ -1,14 +1,17 @@
 """docs/howto.md: each recipe works as it is written."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from conftest import ROOT, flags, read_scalars
+from conftest import ROOT, SMALL, flags, parameters, read_scalars
 
 TEXT = (ROOT / "docs" / "howto.md").read_text()
 RECIPES = dict(part.split("\n", 1) for part in TEXT.split("\n## … ")[1:])
@@ -74,11 +77,45 @@ def test_recipe(title, scontrol, launcher, tmp_path_factory):
     if "intrinsic" in title:
         (run_dir,) = Path("runs").iterdir()
         assert all(0 < value <= 1 for _, value in read_scalars(run_dir)["charts/novelty"])
+    if "images" in title:
+        (run_dir,) = Path("runs").iterdir()
+        assert read_scalars(run_dir)["charts/episodic_return"][-1][1] > 14  # of 20; 10 are chance
+    if "checkpoint" in title:
+        (run_dir,) = Path("runs").iterdir()
+        weights = [value for _, value in read_scalars(run_dir)["charts/kl_coef"]]
+        assert len(weights) == 16
+        assert all(after / before in (0.5, 1, 2) for before, after in pairwise([1, *weights]))
+        assert weights[7] < 0.5  # where a resume that began with 1 again would differ
+    if "begin with" in title:
+        teacher, tuned = (parameters(next(Path("runs").glob(f"*__{name}__*"))) for name in ("teacher", "tuned"))
+        same = {name for name in teacher if torch.equal(teacher[name], tuned[name])}
+        assert same == {"actor.0.weight", "actor.0.bias"}
+    if "seeds" in title:
+        assert "over 3 seeds" in out
     if "flag" in title:
         (run_dir,) = Path("runs").iterdir()
         points = read_scalars(run_dir)["charts/ent_coef"]
         assert points[0][1] == pytest.approx(0.02)
         assert 0.001 < points[-1][1] < 0.005
+
+
+@pytest.mark.parametrize("name", ["annealed_entropy", "penalised"])
+def test_a_recipe_compiles_once(name, compiled, monkeypatch):
+    """Catches: a number that changes, given to the loss as such: --compile would make a new graph in each iteration."""
+    (recipe,) = (recipe for recipe in RECIPES.values() if f"```diff {name}.py" in recipe)
+    write_files(recipe)
+    spec = importlib.util.spec_from_file_location(name, f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, script)
+    spec.loader.exec_module(script)
+    graphs = []
+    for iterations in (1, 4):
+        compiled.clear()
+        torch._dynamo.reset()
+        arguments = SMALL["ppo"] | dict(total_timesteps=32 * iterations)
+        script.train(script.Args(**arguments, compile=True, update_epochs=2))
+        graphs.append(dict(compiled))
+    assert graphs[0] == graphs[1] != {}
 
 
 def test_a_recipe_that_fails_is_told(launcher, tmp_path_factory):
