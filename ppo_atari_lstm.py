@@ -61,7 +61,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 0  # CPU threads of torch, 0 for one per core
-    bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it: about twice as fast
+    bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it, which is faster
     compile: bool = False  # torch.compile the policy, the loss and its gradient; pays off in long runs
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
