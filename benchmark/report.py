@@ -89,7 +89,8 @@ COMPARISONS = {
         ["Pendulum-v1__bootstrap", "Pendulum-v1__time-limit-as-end"],
         "python benchmark/bootstrap.py --seeds {seeds} -- --total-timesteps 300000",
         "Pendulum never ends: after 200 steps its episodes are cut. The same script, and the same with one line "
-        "changed, so that being cut counts as the end, after which no reward is expected, as in many scripts.",
+        "changed, so that being cut counts as the end, after which no reward is expected, as in many scripts. Here it "
+        "matters most; where it once costs: [below](#what-it-costs-in-microrts-without-masks).",
     ),
     "bootstrap_microrts": (
         "What it costs in MicroRTS without masks",
