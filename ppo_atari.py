@@ -718,8 +718,9 @@ def try_camera(args: Args) -> None:
 def say(text: str) -> None:
     """Print a line above the progress bar; where nobody reads it the run goes on: Ctrl-C ends the `| tee`, too."""
     try:
-        tqdm.write(text)
-        sys.stdout.flush()
+        if sys.stdout:  # None where a run was started with it closed
+            tqdm.write(text)
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -838,7 +839,7 @@ class Run(contextlib.ExitStack):
         total = args.num_iterations * args.batch_size
         rounded = f", of {args.total_timesteps:,} asked for" if total < args.total_timesteps else ""
         print(f"{total:,} steps: {args.num_iterations:,} iterations of {args.batch_size:,}{rounded}")
-        hide = True if self.rank else None  # None: where there is no terminal
+        hide = True if self.rank or not sys.stderr else None  # None: where there is no terminal
         bar = tqdm(total=total, initial=self.global_step, unit=" steps", disable=hide, dynamic_ncols=True)
         self.bar = self.enter_context(bar)
 

@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, flags, small_args
+from conftest import ROOT, SMALL, flags, small_args
 
 
 def parsed(script, monkeypatch, *argv):
@@ -41,6 +44,15 @@ def test_whole_numbers_in_scientific_notation(script, monkeypatch):
     for number in ("1.5", "1.5e-1", "1.2.3e4", ".e4"):
         with pytest.raises(SystemExit):
             parsed(script, monkeypatch, "--total-timesteps", number)
+
+
+def test_with_its_streams_closed():
+    """Catches: a run that a daemon starts, without standard streams, which dies of its progress bar or first line."""
+    argv = flags(**SMALL["ppo"], eval_episodes=1)
+    command = shlex.join([sys.executable, str(ROOT / "ppo.py"), *argv])
+    assert subprocess.run(["bash", "-c", f"{command} <&- >&- 2>&-"], check=False).returncode == 0
+    (run_dir,) = Path("runs").iterdir()
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 4
 
 
 def test_without_docstrings(script, monkeypatch):
