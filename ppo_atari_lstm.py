@@ -626,7 +626,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
     with refusing(args, *known):
         envs = vector_env([make_one] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     close = envs.close  # a worker that hangs in its env is killed after a second, or by a second Ctrl-C at once
-    envs.close = lambda: close(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt)
+    envs.close = lambda **given: close(**dict(timeout=1, terminate=sys.exc_info()[0] is KeyboardInterrupt) | given)
     return envs
 
 
@@ -976,7 +976,10 @@ class Run(contextlib.ExitStack):
         hook = threading.excepthook
         self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is told once
         threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
-        while list(self.folder.glob(f"events.out.tfevents.{int(time.time())}.*")):
+        last = max((int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.*")), default=0)
+        if last > time.time() + 60:
+            raise UserError(f"the clock is behind the log in {self.folder}, which would hide what is logged now")
+        while int(time.time()) <= last:
             time.sleep(0.05)  # the logs are read in the order of their names, which is time's but within a second
         self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
         if not self.args.resume:

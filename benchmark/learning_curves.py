@@ -78,7 +78,7 @@ def commits(script: str, run_dir: Path) -> str:
     texts = [path.read_bytes() for path in run_dir.glob("*.py")]
     found = []
     for commit in re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()):
-        command = ["git", "-C", str(ROOT), "show", f"{commit}:{script}"]
+        command = ["git", "-C", str(ROOT), "show", f"{commit}:{Path(script).name}"]
         shown = subprocess.run(command, capture_output=True, check=False).stdout
         found.append(commit if shown in texts else f"{commit}-dirty")
     return " ".join(dict.fromkeys(found))
@@ -116,7 +116,9 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         commit = rows.get(key, {}).get("commit", "unknown")
         if (run_dir / "command.txt").exists():
             commit = commits(script, run_dir) or commit
-        row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", machine()]
+        known = rows.get(key, {})
+        where = known["machine"] if known.get("global_step") == str(state["global_step"]) else machine()
+        row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", where]
         rows[key] = dict(zip(columns, row))
     with open(summary, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)

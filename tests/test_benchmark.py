@@ -12,6 +12,7 @@ import parts
 import throughput
 import torch
 from conftest import SMALL, flags, parameters, read_scalars
+from torch.utils.tensorboard import SummaryWriter
 
 import ppo
 
@@ -91,6 +92,11 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
     assert of_runs == rows
     assert other == dict(seed="10", global_step="256", episodic_return="20.5", minutes="")
 
+    monkeypatch.setattr(learning_curves, "machine", lambda: "another machine")
+    learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)  # nothing was trained there
+    with open(tmp_path / "summary.csv") as file:
+        assert {row["seed"]: row for row in csv.DictReader(file)} == summary
+
     before = parameters(runs[1])
     again = learning_curves.train("ppo.py", "CartPole-v1", 1, "quick", Path.cwd(), [])
     assert again.samefile(runs[1])
@@ -117,6 +123,7 @@ def test_an_edited_script_is_told(monkeypatch, tmp_path):
         for text, told in (("the script", ""), ("an edited script", "-dirty")):
             (run_dir / "ppo.py").write_text(text)
             assert learning_curves.commits("ppo.py", run_dir) == commit[:7] + told
+            assert learning_curves.commits(str(tmp_path / "ppo.py"), run_dir) == commit[:7] + told
 
 
 def test_a_row_replaces_that_of_the_same_setting(tmp_path):
@@ -136,3 +143,13 @@ def test_tasks_are_those_of_the_scripts():
         name, changes = throughput.arguments(task, 0)
         script = __import__(name)
         assert json.dumps(vars(script.Args(**changes)), default=str)
+
+
+def test_minutes_are_those_of_training():
+    """Catches: the hours for which a run lay stopped, counted as if it had trained."""
+    run_dir = Path("a_run")
+    with SummaryWriter(run_dir) as writer:
+        for number, moment in enumerate([0, 60, 120, 180, 50_000, 50_060]):  # stopped after 180 seconds
+            for tag in ("charts/SPS", "charts/episodic_return"):
+                writer.add_scalar(tag, 1.0, number, walltime=1e9 + moment)
+    assert [minutes for _, _, minutes in learning_curves.read_curve(run_dir)] == [1, 2, 3, 4, 5, 6]

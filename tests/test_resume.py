@@ -187,6 +187,19 @@ def test_a_finished_run_stays_finished(script):
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_a_clock_that_is_behind_is_refused(script):
+    """Catches: a resume on a machine whose clock is behind, all of whose curves TensorBoard would hide."""
+    args = small_args(script)
+    run_dir = script.train(args)
+    (log,) = run_dir.glob("events.*")
+    log.rename(run_dir / f"events.out.tfevents.{int(time.time()) + 3600}.~")
+    before = (run_dir / "checkpoint.pt").read_bytes()
+    with pytest.raises(script.UserError, match="clock"):
+        script.train(small_args(script, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
+    assert (run_dir / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_logs_of_one_second_stay_in_order(script, monkeypatch):
     """Catches: curves that lose what came before a resume within the same second, for logs are read by their names."""
     args = small_args(script)

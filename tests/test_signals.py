@@ -215,6 +215,16 @@ def test_a_second_ctrl_c_stops_a_hanging_env(probed_script, launcher, vectorizat
     assert "Traceback" not in process.stderr
 
 
+def test_workers_end_as_gymnasium_asks():
+    """Catches: a close that takes no arguments, as gymnasium gives where envs are dropped, and workers that go on."""
+    script = importlib.import_module("ppo")
+    envs = script.make_envs(small_args(script, vectorization="async"), 2)
+    envs.reset(seed=[1, 2])
+    workers = envs.unwrapped.processes
+    envs.close(terminate=True)
+    wait_until(lambda: not any(worker.is_alive() for worker in workers))
+
+
 def test_ctrl_c_as_a_step_is_sent_kills_a_hanging_env():
     """Catches: an exit that waits for an env of which gymnasium does not know yet that it is in its step."""
     script = importlib.import_module("ppo")
