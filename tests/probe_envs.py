@@ -118,6 +118,19 @@ class ThreeSteps(Probe):
         return self.obs + 1, 1.0, self.obs == 2
 
 
+class EverLonger(Probe):
+    """Four episodes of 2 steps, then episodes of 1000."""
+
+    episode = -1
+
+    def start(self):
+        self.episode += 1
+        return 0.0
+
+    def move(self, bit):
+        return self.obs + 1, 1.0, self.obs + 1 == (2 if self.episode < 4 else 1000)
+
+
 class Logged(Probe):
     """The observation counts the steps; episodes of 1, 2, 3, 4, 1, ... steps end by termination and truncation in turn.
 

@@ -26,3 +26,11 @@ def test_no_warning_where_episodes_fit(probed_script, capfd, checkpoint_every):
     env_id = f"probe_envs:ThreeSteps{actions}-v0"
     probed_script.train(small_args(probed_script, env_id=env_id, exact_resume=True, checkpoint_every=checkpoint_every))
     assert "warning" not in "".join(capfd.readouterr())
+
+
+def test_episodes_are_counted_from_checkpoint_to_checkpoint(probed_script, capfd):
+    """Catches: no warning where episodes grow longer with time, for enough of them ended long ago."""
+    actions, _ = PROBED[probed_script.__name__]
+    env_id = f"probe_envs:EverLonger{actions}-v0"
+    probed_script.train(small_args(probed_script, env_id=env_id, exact_resume=True, checkpoint_every=1))
+    assert WARNING in "".join(capfd.readouterr())
