@@ -419,6 +419,7 @@ import difflib
 import errno
 import importlib
 import io
+import itertools
 import multiprocessing
 import os
 import platform
@@ -731,9 +732,8 @@ def report(returns: list[float], episodes: int) -> None:
         steps = f"{episodes * EPISODE_LIMIT:,} steps"
         say(f"evaluation: given up after {steps}, in which {len(returns)} of {episodes} episodes ended")
     if returns:
-        mean, std = np.mean(returns), np.std(returns)
-        spread = f"min {min(returns):.2f}, max {max(returns):.2f}"
-        say(f"evaluation: mean return {mean:.2f} ± {std:.2f}, {spread} over {len(returns)} episodes")
+        spread = f"± {np.std(returns):.2f}, min {min(returns):.2f}, max {max(returns):.2f}"
+        say(f"evaluation: mean return {np.mean(returns):.2f} {spread} over {len(returns)} episodes")
 
 
 class Run(contextlib.ExitStack):
@@ -804,7 +804,8 @@ class Run(contextlib.ExitStack):
             self.global_step += args.batch_size
             yield self.iteration
         self.close()
-        say(f"{self.global_step:,} steps, {time.time() - self.start_time:.0f} s, {self.progress()}, in {self.folder}")
+        seconds = time.perf_counter() - self.start_time
+        say(f"{self.global_step:,} steps, {seconds:.0f} s, {self.progress()}, in {self.folder}")
         if stop and not finished:
             launcher = "python" if self.processes == 1 else f"torchrun --nproc-per-node {self.processes}"
             resume = shlex.join([__file__, "--resume", str(self.folder)])
@@ -819,7 +820,7 @@ class Run(contextlib.ExitStack):
             self.restore(agent, optimizer)
         if args.capture_video and self.rank == 0:
             try_camera(args)
-        self.start_step, self.start_time, self.last_print = self.global_step, time.time(), time.time()
+        self.start_step, self.start_time, self.last_print = self.global_step, time.perf_counter(), 0
         try:
             if self.rank == 0:
                 self.folder = self.folder or self.make_folder()
@@ -846,14 +847,12 @@ class Run(contextlib.ExitStack):
     def make_folder(self) -> Path:
         """Make a folder that no other run has, even one that begins in the same second."""
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}".replace("/", "-").replace(":", "-")
-        now = int(time.time())
         Path("runs").mkdir(exist_ok=True)
-        while True:
+        for now in itertools.count(int(time.time())):
             with contextlib.suppress(FileExistsError):
                 folder = Path("runs", f"{name}__{now}")
                 folder.mkdir()
                 return folder
-            now += 1
 
     def keep_script(self) -> None:
         """Keep the script's text, for an edited file is the experiment, and note what was run with what."""
@@ -1069,7 +1068,8 @@ class Run(contextlib.ExitStack):
         means = average(table.mean(0)).tolist()  # fetched at once, for it waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         self.require_finite(scalars["losses/grad_norm"])
-        scalars["charts/SPS"] = (self.global_step - self.start_step) / (time.time() - self.start_time)
+        seconds = time.perf_counter() - self.start_time
+        scalars["charts/SPS"] = (self.global_step - self.start_step) / seconds
         episodes = gather(self.episodes)
         self.episodes = []
         if episodes:
@@ -1083,8 +1083,8 @@ class Run(contextlib.ExitStack):
                 self.writer.add_scalar(tag, value, self.global_step)
         self.bar.set_postfix_str(self.progress(), refresh=False)
         self.bar.update(self.args.batch_size)
-        if self.bar.disable and time.time() - self.last_print > 5:  # no terminal: a plain line instead of the bar
-            self.last_print, sps = time.time(), scalars["charts/SPS"]
+        if self.bar.disable and seconds - self.last_print > 5:  # no terminal: a plain line instead of the bar
+            self.last_print, sps = seconds, scalars["charts/SPS"]
             left = timedelta(seconds=round((self.bar.total - self.global_step) / sps))
             say(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress()}")
 

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, small_args
+from conftest import ROOT, read_scalars, small_args
 
 
 @pytest.fixture
@@ -108,3 +109,12 @@ def test_without_a_screen_videos_are_drawn_all_the_same(given, expected):
         [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == expected
+
+
+def test_a_clock_that_is_set_back(script, monkeypatch):
+    """Catches: a speed below 0, or a division by 0, where the machine's clock is corrected during a run."""
+    begun = time.time()
+    moments = iter(range(10**6))
+    monkeypatch.setattr(time, "time", lambda: begun - next(moments))
+    scalars = read_scalars(script.train(small_args(script)))
+    assert all(speed > 0 for _, speed in scalars["charts/SPS"])
