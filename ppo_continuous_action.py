@@ -10,9 +10,9 @@ that belong to the agent, and the defaults of the MuJoCo experiments.
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
-With `torchrun --nproc-per-node 2 ppo_continuous_action.py --num-envs 2` two processes share the work: N, B, M of each.
+With `torchrun --nproc-per-node 2 ppo_continuous_action.py --num-envs 2` two processes share N, B and M.
 
-PPO ends at the line "The life of a run", and so may you: what comes after it is the same in every script.
+PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -64,7 +64,7 @@ class Args:
     exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
     checkpoint_every: int = 100  # iterations between checkpoints
     evaluate: str | None = None  # run folder whose agent is to play, instead of training
-    eval_episodes: int = 0  # whole episodes to play at the end of training, or of --evaluate (10 there if 0)
+    eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
     capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
@@ -81,23 +81,23 @@ class Args:
     total_timesteps: int = 1_000_000  # env steps in the whole run
     patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
     learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
-    num_steps: int = 2048  # T, steps per env and rollout; 32 to 2048
+    num_steps: int = 2048  # T, steps per env and rollout; 64 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 32  # minibatches per epoch; 1 to 32
+    num_minibatches: int = 32  # minibatches per epoch, a divisor of the batch; 1 to 32
     update_epochs: int = 10  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
-    clip_vloss: bool = True  # clip the change of the value too [core 9]; in no paper, rarely helps
+    clip_vloss: bool = True  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
-    norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6, cont 7]
-    norm_reward: bool = True  # divide rewards by the running std of the discounted return, clip to ±10 [cont 8, cont 9]
+    norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6] [cont 7]
+    norm_reward: bool = True  # divide rewards by the running std of discounted returns, clip to ±10 [cont 8] [cont 9]
     log_std_init: float = 0.0  # log of the policy's initial standard deviation; -2 to 0
     learn_log_std: bool = True  # learn the standard deviation; off: it stays as it was initialised
 
@@ -232,7 +232,7 @@ def compute_gae(
     next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
     terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
     """
-    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 12
+    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
     advantages = torch.zeros_like(rewards)
     lastgaelam = torch.zeros_like(rewards[0])  # (N,)
@@ -245,9 +245,9 @@ def compute_gae(
 def discount_forward(
     rewards: np.ndarray, dones: np.ndarray, running_return: np.ndarray, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the discounted sum of an episode's rewards so far, (T, N), and its value to go on with, (N,).
+    """Return the discounted sum of an episode's rewards so far, (T, N), and that sum at the end, to go on from, (N,).
 
-    Its variance is the scale of the rewards [cont 8]: an engineering choice of OpenAI's baselines, not a return.
+    Its standard deviation is the scale of the rewards [cont 8]: a choice of OpenAI's baselines, not a return.
     """
     sums = np.zeros_like(rewards)
     for t in range(len(rewards)):

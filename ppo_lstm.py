@@ -4,18 +4,18 @@ Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000
 Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__1700000000 --eval-episodes 10 --capture-video
 
-Differs from ppo.py in: an LSTM in actor and critic, whose state the rollout carries along, and values with it, for they
-need the states, too; minibatches of whole sequences of S steps, each trained from the state stored at its start
-(truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that only an
-agent with a memory can do well.
+Differs from ppo.py in: an LSTM in actor and critic, whose state the rollout carries along; values that come with each
+action, for they need that state; minibatches of whole sequences of S steps, each trained from the state stored at its
+start (truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that
+only an agent with a memory can do well.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
-With `torchrun --nproc-per-node 2 ppo_lstm.py` two processes share the work; N, B and M are then of each.
+With `torchrun --nproc-per-node 2 ppo_lstm.py` two processes share the work; N, B and M are each one's share.
 
-PPO ends at the line "The life of a run", and so may you: what comes after it is the same in every script.
+PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -67,7 +67,7 @@ class Args:
     exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
     checkpoint_every: int = 100  # iterations between checkpoints
     evaluate: str | None = None  # run folder whose agent is to play, instead of training
-    eval_episodes: int = 0  # whole episodes to play at the end of training, or of --evaluate (10 there if 0)
+    eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
     capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
@@ -76,7 +76,7 @@ class Args:
 
     env_id: str = "CartPole-v1"  # a registered id, or "module:Name-v0" to import the module that registers it
     env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"sutton_barto_reward": true}'
-    num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
+    num_envs: int = 8  # N, parallel envs [core 1]; 2 to 64
     mask_velocity: bool | None = None  # hide the velocities; None: where it is known which they are
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
@@ -85,17 +85,17 @@ class Args:
     total_timesteps: int = 150_000  # env steps in the whole run
     patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
     learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
-    num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
+    num_steps: int = 128  # T, steps per env and rollout, a multiple of seq_len; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.98  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.8  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 8  # minibatches per epoch; 1 to 32
+    num_minibatches: int = 8  # minibatches per epoch, a divisor of the sequences; 1 to 32
     update_epochs: int = 10  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
-    clip_vloss: bool = False  # clip the change of the value too [core 9]; in no paper, rarely helps
+    clip_vloss: bool = False  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
@@ -216,8 +216,8 @@ class Memory(nn.Module):
     def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
-        One step: x (N, F), starts (N,) -> features (N, H). Sequences: x (M, F), starts (M/S, S), on the CPU -> features
-        (M, H), and the state as given: where the next sequence starts is known from the rollout.
+        One step: x (N, F), state (N, K, 2, L, H), starts (N,) -> features (N, H). Sequences: x (M, F), a state each,
+        starts (M/S, S), on the CPU -> features (M, H), and the states as given: the rollout knows the ones to come.
         """
         if starts.dim() > 1:
             return self.run_sequences(x, state, starts), state
@@ -260,7 +260,7 @@ class Agent(nn.Module):
             self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
-        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); with sequences N is M, as in Memory, and starts (M/S, S)."""
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); of sequences (M, *O), (M/S, K, 2, L, H), (M/S, S) -> (M,)."""
         features, _ = self.memory(obs.float(), state, starts)
         return self.critic(features[-1]).squeeze(-1)
 
@@ -304,7 +304,7 @@ def compute_gae(
     next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
     terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
     """
-    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 12
+    deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
     advantages = torch.zeros_like(rewards)
     lastgaelam = torch.zeros_like(rewards[0])  # (N,)

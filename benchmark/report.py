@@ -90,7 +90,7 @@ COMPARISONS = {
         "python benchmark/bootstrap.py --seeds {seeds} -- --total-timesteps 300000",
         "Pendulum never ends: after 200 steps its episodes are cut. The same script, and the same with one line "
         "changed, so that being cut counts as the end, after which no reward is expected, as in many scripts. Here it "
-        "matters most; where it once costs: [below](#what-it-costs-in-microrts-without-masks).",
+        "matters most; a case in which it costs is [below](#what-it-costs-in-microrts-without-masks).",
     ),
     "bootstrap_microrts": (
         "What it costs in MicroRTS without masks",
@@ -100,8 +100,9 @@ COMPARISONS = {
         "--labels unmasked-published-settings unmasked-time-limit-as-end --seeds {seeds} "
         "-- --mask-actions False --learning-rate 2.5e-4 --target-kl None",
         "The published value is of a script that takes the limit of 200 steps for the end. With its settings ours "
-        "rises as high, and then loses some of it; with the same line changed as above it does not. Likely how: values "
-        "that no end bounds grow, and with them a loss whose gradient the CNN shares with the policy.",
+        "rises as high, and then loses some of it; with the same line changed as above it does not, in the seed that "
+        "was run. Likely how: values that no end bounds grow, and with them a loss whose gradient the CNN shares with "
+        "the policy.",
     ),
     "bfloat16_lstm": (
         "Does the LSTM learn as well in bfloat16?",
@@ -114,7 +115,7 @@ COMPARISONS = {
         ),
         "CartPole without velocities, at settings with large minibatches, where bfloat16 is faster "
         "([speed](#speed)); seeds and settings that nothing was chosen by. Most runs of either end at or near the "
-        "highest return there is, and one or two of either lose it again: these ten seeds show no difference. It is "
+        "highest return there is, and one of each falls back: these ten seeds show no difference. It is "
         "off by default, for with small minibatches it is slower.",
     ),
     "bfloat16_atari": (
@@ -125,8 +126,8 @@ COMPARISONS = {
         f"--label float32{FLAGS['float32']}\n"
         "python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {seeds}",
         "`ppo_atari.py`'s CNN computes in bfloat16 where the hardware has it, and is faster for it ([speed](#speed)). "
-        "At the end of this comparison both runs in bfloat16 are ahead of both in float32: two seeds do not show "
-        "a gain, but no loss either. (Seed 1 of both goes on [above](#atari-ppo_ataripy).)",
+        "At the end of this comparison both runs in bfloat16 are ahead of both in float32: two seeds show no "
+        "loss, and are too few to show a gain. (Seed 1 of both goes on [above](#atari-ppo_ataripy).)",
     ),
 }
 # the seeds and the last step of a comparison whose runs go on, and are in their script's table, too
@@ -137,6 +138,7 @@ NOTES = {
     "defaults of `ppo.py`, which were not chosen for it.",
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions.",
+    "ppo_atari": "The published values are of 10M steps. Runs of fewer are under way.",
     "ppo_lstm": "The defaults were chosen among about fifteen settings by the seeds of the first row, and by seed 4; "
     "only the second row tests them.",
 }
@@ -355,7 +357,7 @@ def page() -> str:
         "unclipped, of whole training episodes with sampled actions. `commit` is the one whose script made the "
         "curve or, where only that is known, the one that added it. The arguments are the defaults but for the "
         "env, the seed and what the table names; the steps are those that a run has made so far. Curves are "
-        "smoothed over a fiftieth of a run. Published are the returns in "
+        "smoothed over a fiftieth of a run. ± is the standard deviation over the seeds. Published are the returns in "
         "[CleanRL's documentation](https://docs.cleanrl.dev/rl-algorithms/ppo/) and in "
         "[The 37 Implementation Details of PPO]"
         "(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/).\n",
@@ -396,8 +398,9 @@ def page() -> str:
     parts.append(
         "Env steps per second with updates, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for the "
         "LSTM sb3-contrib's RecurrentPPO) in turn, on the same settings, but that ours computes Atari in bfloat16 "
-        "where the hardware has it; the medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means "
-        "of whole runs; later ones leave out the first iteration.\n"
+        "where the hardware has it, RecurrentPPO sees the velocities, and each takes its own default of threads; the "
+        "medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means of whole runs; later ones "
+        "leave out the first iteration.\n"
     )
     parts.append(by_machine(read("throughput.csv"), table_of_speeds))
     settings = [f"`{task}`: `{script}.py {flags(changes)}`" for task, (script, changes) in OURS.items() if changes]
