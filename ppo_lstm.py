@@ -828,6 +828,7 @@ class Run(contextlib.ExitStack):
         self.processes = num_processes()
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         self.iteration = self.global_step = 0  # done; inside the loop with the one under way
+        self.last_log = 0  # when the latest log of a run that goes on was begun
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.ended = 0  # how many since the envs were last reset
@@ -957,10 +958,7 @@ class Run(contextlib.ExitStack):
         hook = threading.excepthook
         self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is told once
         threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
-        last = max((int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.*")), default=0)
-        if last > time.time() + 60:
-            raise UserError(f"the clock is behind the log in {self.folder}, which would hide what is logged now")
-        while int(time.time()) <= last:
+        while int(time.time()) <= self.last_log:
             time.sleep(0.05)  # the logs are read in the order of their names, which is time's but within a second
         self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
         if not self.args.resume:
@@ -1050,6 +1048,10 @@ class Run(contextlib.ExitStack):
             if begun != given:
                 flag = name.replace("_", "-")
                 raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
+        logs = self.folder.glob("events.out.tfevents.*")
+        self.last_log = max((int(path.name.split(".")[3]) for path in logs), default=0)
+        if self.last_log > time.time() + 60:
+            raise UserError(f"the clock is behind the log in {self.folder}, which would hide what is logged now")
         options = [group.copy() for group in optimizer.param_groups]
         load_checkpoint(self.folder / "checkpoint.pt", agent, optimizer)
         for group, given in zip(optimizer.param_groups, options):  # weight decay, betas, epsilon may be given anew

@@ -193,10 +193,10 @@ def test_a_clock_that_is_behind_is_refused(script):
     run_dir = script.train(args)
     (log,) = run_dir.glob("events.*")
     log.rename(run_dir / f"events.out.tfevents.{int(time.time()) + 3600}.~")
-    before = (run_dir / "checkpoint.pt").read_bytes()
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
     with pytest.raises(script.UserError, match="clock"):
         script.train(small_args(script, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
-    assert (run_dir / "checkpoint.pt").read_bytes() == before
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
@@ -205,13 +205,13 @@ def test_logs_of_one_second_stay_in_order(script, monkeypatch):
     args = small_args(script)
     run_dir = script.train(args)
     (log,) = run_dir.glob("events.*")
-    start_writer = script.Run.start_writer
+    restore = script.Run.restore
 
-    def start_in_the_second_of_the_last(run):
+    def restore_in_the_second_of_the_last(run, *args):
         log.rename(run_dir / f"events.out.tfevents.{int(time.time())}.~")
-        start_writer(run)
+        restore(run, *args)
 
-    monkeypatch.setattr(script.Run, "start_writer", start_in_the_second_of_the_last)
+    monkeypatch.setattr(script.Run, "restore", restore_in_the_second_of_the_last)
     script.train(small_args(script, resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
     steps = [step for step, _ in read_scalars(run_dir)["charts/learning_rate"]]
     assert steps == list(range(args.batch_size, 2 * args.total_timesteps + 1, args.batch_size))
