@@ -930,12 +930,7 @@ class Run(contextlib.ExitStack):
 
     def stop_signal(self) -> int:
         """The signal that any of the processes got, or 0: one stops all."""
-        signum = max(self.signals, default=0)
-        if self.processes == 1:
-            return signum
-        signum = torch.tensor(signum, device=self.device)
-        dist.all_reduce(signum, dist.ReduceOp.MAX)
-        return int(signum)
+        return max(gather(self.signals), default=0)
 
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
