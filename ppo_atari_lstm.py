@@ -734,11 +734,9 @@ def average(x: Tensor) -> Tensor:
 def average_gradients(agent: nn.Module) -> None:
     """Replace each gradient by its mean over all processes, which is that of the whole minibatch [aux 2]."""
     if num_processes() > 1:
-        parameters = [p for p in agent.parameters() if p.grad is not None]
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         exchange = torch.compiler.disable(average)  # --compile makes graphs of what comes before it, and after
-        means = exchange(nn.utils.parameters_to_vector(p.grad for p in parameters))
-        for p, mean in zip(parameters, means.split([p.numel() for p in parameters])):
-            p.grad = mean.view_as(p)
+        nn.utils.vector_to_parameters(exchange(nn.utils.parameters_to_vector(gradients)), gradients)
 
 
 def gather(items: list) -> list:
