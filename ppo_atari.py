@@ -412,7 +412,6 @@ def evaluate(
 # ----------------------------------------------------------------------------------------------------------------------
 # ruff: noqa: E402
 
-import argparse
 import atexit
 import ctypes
 import difflib
@@ -1127,13 +1126,10 @@ def spell_out(argv: list[str]) -> list[str]:
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
     argv = spell_out(sys.argv[1:])
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--evaluate")
-    known, _ = parser.parse_known_args(argv)
-    folder = known.evaluate or known.resume
+    values = dict(itertools.pairwise(argv))  # the word after each flag
+    folder = values.get("--evaluate") or values.get("--resume")
     saved = saved_args(folder) if folder else {}
-    if known.evaluate:
+    if values.get("--evaluate"):
         saved |= dict(eval_episodes=0, eval_every=0, deterministic=False, capture_video=False)
     default = Args(**saved)
     what = (__doc__ or "").split("\n\n")[0]  # python -OO leaves it out
@@ -1145,7 +1141,7 @@ def parse_args() -> Args:
         if ignored:
             raise UserError(f"--evaluate plays the agent as it was trained: leave out {', '.join(ignored)}")
     args = replace(args, resume=None)  # derived sizes anew, and all rules checked
-    args.resume = known.resume
+    args.resume = values.get("--resume")
     args.spelled_out = True  # upon_checkpoint() is done
     return args
 
