@@ -748,7 +748,7 @@ class Run(contextlib.ExitStack):
         self.last_log = 0  # when the latest log of a run that goes on was begun
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
-        self.ended = 0  # how many since the envs were last reset
+        self.ended = math.inf  # how many since the envs were last reset; at first there is nothing to cut
         self.warned = False
         self.recent_returns = deque(maxlen=100)
         self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
@@ -1004,8 +1004,7 @@ class Run(contextlib.ExitStack):
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has; return their observations."""
         done = self.iteration - 1
-        cut = self.global_step > self.start_step + self.args.batch_size  # by --exact-resume
-        if cut and self.ended < envs.num_envs and not self.warned:
+        if self.ended < envs.num_envs and not self.warned:
             self.warned = True
             lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
             say(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
@@ -1014,8 +1013,8 @@ class Run(contextlib.ExitStack):
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
-        obs, infos = envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])
-        self.note_step(obs, np.zeros(0), np.zeros(0, bool), infos)
+        obs, _ = envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])
+        self.require_finite(obs.sum(dtype=np.float64))
         return obs
 
     def note_step(self, obs: np.ndarray, rewards: np.ndarray, truncations: np.ndarray, infos: dict) -> None:
