@@ -443,7 +443,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import datetime, timedelta
 
 import torch.distributed as dist
@@ -458,6 +458,7 @@ if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get(
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
+ARGUMENTS = [f.name for f in fields(Args) if f.init]  # all but the sizes that follow from them
 BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init"]  # arguments that a resume comes too late to change
 
 
@@ -475,9 +476,9 @@ def require(args: Args, names: str, valid: Callable, rule: str) -> None:
 
 def check_args(args: Args) -> None:
     """Raise a UserError for values that no script can use, and set what others imply."""
-    for f in fields(args):  # NumPy's numbers, as a sweep over np.logspace has them, are none that a checkpoint holds
-        if f.init and isinstance(value := getattr(args, f.name), np.generic):
-            setattr(args, f.name, value.item())
+    for name, value in vars(args).items():
+        if isinstance(value, np.generic):  # as a sweep over np.logspace has them: none that a checkpoint holds
+            setattr(args, name, value.item())
     require(args, "resume evaluate", lambda x: x != "", "a run's folder")
     require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
@@ -674,7 +675,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         author = f", written by {state['script']}," if "script" in state else ""
-        unknown = state["args"].keys() - {f.name for f in fields(Args) if f.init}
+        unknown = state["args"].keys() - ARGUMENTS
         if missing := {"agent", "optimizer", "iteration", "global_step", "rng"} - state.keys():
             raise KeyError(*missing)
         if not unknown:
@@ -700,17 +701,16 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
 def saved_args(folder: str) -> dict:
     """The arguments in a run's checkpoint; those that this script has had since are told, and are at their defaults."""
     saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"]
-    if added := {f.name for f in fields(Args) if f.init} - saved.keys():
-        print(f"newer than the checkpoint, so at their defaults unless given: {', '.join(sorted(added))}")
+    if added := [name for name in ARGUMENTS if name not in saved]:
+        print(f"newer than the checkpoint, so at their defaults unless given: {', '.join(added)}")
     return saved
 
 
 def upon_checkpoint(args: Args) -> Args:
     """The arguments of a run that goes on: those of its checkpoint, but for those that are not at their default."""
-    saved = saved_args(args.resume)
     default = Args()
-    names = [f.name for f in fields(args) if f.init and getattr(args, f.name) != getattr(default, f.name)]
-    merged = Args(**saved | {name: getattr(args, name) for name in names} | dict(resume=None))
+    given = {name: getattr(args, name) for name in ARGUMENTS if getattr(args, name) != getattr(default, name)}
+    merged = Args(**saved_args(args.resume) | given | dict(resume=None))
     merged.resume = args.resume
     return merged
 
@@ -872,10 +872,9 @@ class Run(contextlib.ExitStack):
         elif not (self.folder / script.name).exists():
             (self.folder / script.name).write_bytes(script.read_bytes())
         command = ["git", "-C", str(script.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        try:
+        commit = ""
+        with contextlib.suppress(OSError):  # no git
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        except OSError:  # no git
-            commit = ""
         versions = f"Python {platform.python_version()}, torch {torch.__version__}, gymnasium {gym.__version__}"
         with open(self.folder / "command.txt", "a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}: {shlex.join(sys.argv)}\n")
@@ -890,7 +889,7 @@ class Run(contextlib.ExitStack):
             time.sleep(0.05)  # the logs are read in the order of their names, which is time's but within a second
         self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
         if not self.args.resume:
-            values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
+            values = asdict(self.args)
             rows = [f"|{name}|{value}|" for name, value in values.items()]
             self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *rows]))
             plain = {name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in values.items()}
@@ -907,11 +906,11 @@ class Run(contextlib.ExitStack):
         try:
             import wandb
 
-            args, config = self.args, {f.name: getattr(self.args, f.name) for f in fields(self.args)}
+            args = self.args
             names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=self.folder.name)
             names |= dict(group=f"{args.env_id}__{args.exp_name}", job_type="train", tags=args.wandb_tags.split())
             names |= dict(id=self.wandb_id, resume="allow", save_code=True)
-            self.wandb_run = wandb.init(**names, config=config, sync_tensorboard=True)
+            self.wandb_run = wandb.init(**names, config=asdict(args), sync_tensorboard=True)
             self.push(finish)
             self.wandb_run.define_metric("*", step_metric="global_step")
             self.wandb_run.log_code(str(self.folder))  # save_code finds a script in or below the current folder only
@@ -943,7 +942,7 @@ class Run(contextlib.ExitStack):
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
-        args = {f.name: getattr(self.args, f.name) for f in fields(self.args) if f.init}
+        args = {name: getattr(self.args, name) for name in ARGUMENTS}
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
         state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
@@ -1111,7 +1110,7 @@ def is_edited(folder: Path) -> bool:
 
 def spell_out(argv: list[str]) -> list[str]:
     """The command line as tyro reads it, from --x, --no-x or --x=false for a boolean, and 1e6 for a whole number."""
-    types = {f.name: f.type for f in fields(Args) if f.init}
+    types = {f.name: f.type for f in fields(Args)}
     booleans = {name for name, kind in types.items() if kind in (bool, bool | None)}
     flag = lambda word: word[2:].replace("-", "_") if word.startswith("--") else ""  # no value that looks like one
     words = []
@@ -1146,10 +1145,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=default, description=what, args=argv, config=(tyro.conf.FlagConversionOff,))
     if args.evaluate:
         heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads"}
-        names = [f.name for f in fields(args) if f.init and f.name not in heeded]
-        ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != getattr(default, name)]
+        ignored = [name for name in ARGUMENTS if name not in heeded and getattr(args, name) != getattr(default, name)]
         if ignored:
-            raise UserError(f"--evaluate plays the agent as it was trained: leave out {', '.join(ignored)}")
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise UserError(f"--evaluate plays the agent as it was trained: leave out {flags}")
     args = replace(args, resume=None)  # derived sizes anew, and all rules checked
     args.resume = values.get("--resume")
     args.spelled_out = True  # upon_checkpoint() is done
