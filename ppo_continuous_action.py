@@ -486,7 +486,11 @@ def check_args(args: Args) -> None:
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
     require(args, "ent_coef vf_coef patience", lambda x: 0 <= x < math.inf, "0 or more")
     require(args, "seed torch_threads eval_episodes eval_every", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
-    require(args, "env_kwargs", is_json_object, "a JSON object, as in --help")
+    try:
+        options = json.loads(args.env_kwargs)
+    except (TypeError, ValueError):  # no text; no JSON
+        options = None
+    require(args, "env_kwargs", lambda _: isinstance(options, dict), "a JSON object, as in --help")
     if args.resume:
         return  # the rest depends on arguments that are still in the checkpoint
     size = args.num_envs * args.num_steps
@@ -497,13 +501,6 @@ def check_args(args: Args) -> None:
     require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
     if not args.eval_episodes and (args.evaluate or args.capture_video or args.eval_every):
         args.eval_episodes = 10
-
-
-def is_json_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    with contextlib.suppress(ValueError):
-        return isinstance(json.loads(text), dict)
-    return False
 
 
 @contextlib.contextmanager
