@@ -11,7 +11,7 @@ whole sequences. It sees one frame at a time: where things are moving must be re
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
-With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` two processes share the work; N, B and M are each one's share.
+With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` two processes share N, B and M.
 
 PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
 """
@@ -1201,7 +1201,7 @@ def spell_out(argv: list[str]) -> list[str]:
     for word in argv:
         words += word.split("=", 1) if word.startswith("--") else [word]
     result = []
-    for word, next_word in zip(words, [*words[1:], "--"]):
+    for word, next_word in itertools.pairwise([*words, "--"]):
         name, before = flag(word), flag(result[-1]) if result else ""
         if name in booleans and next_word.startswith("--"):
             result += [word, "True"]
@@ -1219,7 +1219,7 @@ def spell_out(argv: list[str]) -> list[str]:
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
     argv = spell_out(sys.argv[1:])
-    values = dict(itertools.pairwise(argv))  # the word after each flag
+    values = {flag: word for flag, word in itertools.pairwise(argv) if not word.startswith("--")}
     folder = values.get("--evaluate") or values.get("--resume")
     saved = saved_args(folder) if folder else {}
     if values.get("--evaluate"):

@@ -1114,7 +1114,7 @@ def spell_out(argv: list[str]) -> list[str]:
     for word in argv:
         words += word.split("=", 1) if word.startswith("--") else [word]
     result = []
-    for word, next_word in zip(words, [*words[1:], "--"]):
+    for word, next_word in itertools.pairwise([*words, "--"]):
         name, before = flag(word), flag(result[-1]) if result else ""
         if name in booleans and next_word.startswith("--"):
             result += [word, "True"]
@@ -1132,7 +1132,7 @@ def spell_out(argv: list[str]) -> list[str]:
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
     argv = spell_out(sys.argv[1:])
-    values = dict(itertools.pairwise(argv))  # the word after each flag
+    values = {flag: word for flag, word in itertools.pairwise(argv) if not word.startswith("--")}
     folder = values.get("--evaluate") or values.get("--resume")
     saved = saved_args(folder) if folder else {}
     if values.get("--evaluate"):

@@ -11,7 +11,7 @@ only; the masks that say which these are, stored with the rollout; a CNN for gri
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
 L the number of choices of all components together, H and W the height and width of a grid.
-With `torchrun --nproc-per-node 2 ppo_multidiscrete.py` two processes share the work; N, B and M are each one's share.
+With `torchrun --nproc-per-node 2 ppo_multidiscrete.py` two processes share N, B and M.
 
 PPO ends at the line "MicroRTS as a vector env", and you may stop there: what comes next is the env, and then "The life
 of a run", which is the same in every script.
@@ -1419,7 +1419,7 @@ def spell_out(argv: list[str]) -> list[str]:
     for word in argv:
         words += word.split("=", 1) if word.startswith("--") else [word]
     result = []
-    for word, next_word in zip(words, [*words[1:], "--"]):
+    for word, next_word in itertools.pairwise([*words, "--"]):
         name, before = flag(word), flag(result[-1]) if result else ""
         if name in booleans and next_word.startswith("--"):
             result += [word, "True"]
@@ -1437,7 +1437,7 @@ def spell_out(argv: list[str]) -> list[str]:
 def parse_args() -> Args:
     """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
     argv = spell_out(sys.argv[1:])
-    values = dict(itertools.pairwise(argv))  # the word after each flag
+    values = {flag: word for flag, word in itertools.pairwise(argv) if not word.startswith("--")}
     folder = values.get("--evaluate") or values.get("--resume")
     saved = saved_args(folder) if folder else {}
     if values.get("--evaluate"):
