@@ -488,7 +488,7 @@ def evaluate(
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(args.seed)  # torch.manual_seed would reseed the GPU, too
-        agent = Agent(envs, args)
+        agent = Agent(envs, args).eval()
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         act = functools.partial(agent.get_action_and_value, deterministic=deterministic)
@@ -546,7 +546,7 @@ if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get(
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
 ARGUMENTS = [f.name for f in fields(Args) if f.init]  # all but the sizes that follow from them
-BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init"]  # arguments that a resume comes too late to change
+BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init", "mask_velocity"]  # a resume cannot change these
 
 
 class UserError(Exception):
@@ -1028,9 +1028,12 @@ class Run(contextlib.ExitStack):
         self.writer.flush()  # the log is never behind the checkpoint
         args = {name: getattr(self.args, name) for name in ARGUMENTS}
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
-        state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
+        state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
+        if taken := self.kept.keys() & state.keys():
+            raise UserError(f"run.kept: {', '.join(taken)} is a name of the checkpoint's own, take another")
+        state |= tree_map_only(np.generic, lambda number: number.item(), self.kept)
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
@@ -1070,7 +1073,9 @@ class Run(contextlib.ExitStack):
         done = f"at least the {self.global_step} steps done"
         require(self.args, "total_timesteps", lambda _: self.iteration <= self.args.num_iterations, done)
         self.recent_returns.extend(state["recent_returns"])
-        self.kept.update({name: state[name] for name in self.kept if name in state})
+        for name, begun in self.kept.items():
+            value = state.get(name, begun)
+            self.kept[name] = value.to(begun.device) if isinstance(begun, Tensor) else value
 
     def evaluate(self) -> None:
         """Play with the agent of the checkpoint just written, and log the mean return; a signal ends it."""

@@ -81,7 +81,7 @@ class Args:
     env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
-    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: where the env tells which
+    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has action_masks()
 
     # algorithm
 
@@ -119,16 +119,15 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     """Return `num_envs` copies of the env in SAME_STEP autoreset, with the returns of whole episodes in their infos.
 
     Each transition is a real one: an episode's last observation comes in infos["final_obs"], beside the observation
-    that opens the next episode. `video_dir` is where episodes are recorded, if given. Raises UserError for an id that
-    cannot be made, and for spaces that this script does not handle.
+    that opens the next episode. `video_dir` is where episodes are recorded, if given. Where the env has a method
+    action_masks(), it says which choices are valid now, (L,) bool. Raises UserError for an id that cannot be made, and
+    for spaces that this script does not handle.
     """
     if args.env_id in MICRORTS:
         with refusing(args):
             options = json.loads(args.env_kwargs)
             envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **options)
         return RecordEpisodeStatistics(RecordGame(envs, video_dir, args.eval_episodes) if video_dir else envs)
-    if args.mask_actions:
-        raise UserError(f"{args.env_id} does not tell which actions are invalid: leave --mask-actions out")
 
     def make_env() -> gym.Env:
         options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
@@ -143,6 +142,13 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)
     if not (is_known and isinstance(action_space, MultiDiscrete)):
         raise unfit_env(args, envs)
+    envs_tell = all(envs.call("has_wrapper_attr", "action_masks"))
+    if args.mask_actions and not envs_tell:
+        envs.close()
+        raise UserError(f"{args.env_id} has no action_masks() that tells valid actions: leave --mask-actions out")
+    if envs_tell and args.mask_actions is not False:
+        envs.mask_actions = True
+        envs.get_masks = lambda units: np.stack(envs.call("action_masks"))
     return RecordEpisodeStatistics(envs)
 
 
@@ -395,13 +401,13 @@ def evaluate(
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(args.seed)  # torch.manual_seed would reseed the GPU, too
-        agent = Agent(envs, args)
+        agent = Agent(envs, args).eval()
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         for _ in range(episodes * EPISODE_LIMIT):
             if len(returns) == episodes:
                 break
-            action, _, _, _ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=deterministic)
+            action, *_ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=deterministic)
             obs, _, _, _, infos = envs.step(action.numpy())
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
@@ -764,7 +770,7 @@ if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get(
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
 ARGUMENTS = [f.name for f in fields(Args) if f.init]  # all but the sizes that follow from them
-BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init"]  # arguments that a resume comes too late to change
+BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init", "mask_velocity"]  # a resume cannot change these
 
 
 class UserError(Exception):
@@ -1246,9 +1252,12 @@ class Run(contextlib.ExitStack):
         self.writer.flush()  # the log is never behind the checkpoint
         args = {name: getattr(self.args, name) for name in ARGUMENTS}
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
-        state = self.kept | dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
+        state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
+        if taken := self.kept.keys() & state.keys():
+            raise UserError(f"run.kept: {', '.join(taken)} is a name of the checkpoint's own, take another")
+        state |= tree_map_only(np.generic, lambda number: number.item(), self.kept)
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
@@ -1288,7 +1297,9 @@ class Run(contextlib.ExitStack):
         done = f"at least the {self.global_step} steps done"
         require(self.args, "total_timesteps", lambda _: self.iteration <= self.args.num_iterations, done)
         self.recent_returns.extend(state["recent_returns"])
-        self.kept.update({name: state[name] for name in self.kept if name in state})
+        for name, begun in self.kept.items():
+            value = state.get(name, begun)
+            self.kept[name] = value.to(begun.device) if isinstance(begun, Tensor) else value
 
     def evaluate(self) -> None:
         """Play with the agent of the checkpoint just written, and log the mean return; a signal ends it."""

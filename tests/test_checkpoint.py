@@ -7,10 +7,12 @@ import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROBED, SCRIPTS, SMALL, flags, same_parameters, small_args
 from faulty_envs import Stop, crash_at
+from stand_in import stand_in
 
 
 def load(run_dir: Path) -> dict:
@@ -367,3 +369,43 @@ def test_without_cuda_no_gpu_is_touched(script, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, touch)
     run_dir = script.train(small_args(script, cuda=False))
     script.train(script.Args(resume=str(run_dir), total_timesteps=2 * small_args(script).total_timesteps, cuda=False))
+
+
+def test_what_is_kept_goes_on(script, monkeypatch):
+    """Catches: NumPy's numbers, which no checkpoint holds, that end a run; a tensor that changes its device."""
+    log, seen = script.Run.log, []
+
+    def count(run, *args):
+        seen.append((type(run.kept["number"]), float(run.kept["number"]), run.kept["tensor"].device.type))
+        run.kept["number"] = np.clip(run.kept["number"] + 1, 0, np.float64(100))
+        run.kept["tensor"] = run.kept["tensor"] + 1
+        log(run, *args)
+
+    iterations = script.Run.iterations
+
+    def begin(run, *args):
+        run.kept.update(number=0.5, tensor=torch.zeros(2, device=run.device))
+        return iterations(run, *args)
+
+    monkeypatch.setattr(script.Run, "log", count)
+    monkeypatch.setattr(script.Run, "iterations", begin)
+    args = small_args(script)
+    run_dir = script.train(args)
+    with stand_in(monkeypatch):
+        script.train(small_args(script, resume=str(run_dir), total_timesteps=args.total_timesteps + args.batch_size))
+    assert [number for _, number, _ in seen] == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert seen[-1][0] is float
+    assert [device for _, _, device in seen] == ["cpu"] * 4 + ["cuda"]
+
+
+def test_what_is_kept_takes_no_name_of_the_checkpoint(script, monkeypatch):
+    """Catches: a second optimizer's state that is written, and read, as the first one's."""
+    iterations = script.Run.iterations
+
+    def begin(run, *args):
+        run.kept["optimizer"] = {}
+        return iterations(run, *args)
+
+    monkeypatch.setattr(script.Run, "iterations", begin)
+    with pytest.raises(script.UserError, match="optimizer"):
+        script.train(small_args(script))

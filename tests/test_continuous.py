@@ -1,5 +1,7 @@
 """ppo_continuous_action.py: the Gaussian policy, the running statistics, and what the env and the learner are given."""
 
+import contextlib
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -200,3 +202,10 @@ def test_a_discrete_env_is_refused(launcher):
     result = launcher.run("ppo_continuous_action", "--env-id", "CartPole-v1")
     assert result.returncode == 2
     assert "use ppo.py" in result.stderr
+
+
+def test_the_agent_sees_the_bounds_of_actions():
+    """Catches: a policy that is scaled to bounds that a wrapper made infinite."""
+    with contextlib.closing(script.make_envs(small_args(script), 2)) as envs:
+        assert envs.single_action_space.low == -2
+        assert envs.single_action_space.high == 2

@@ -251,3 +251,19 @@ def test_a_good_agent_scores_as_it_should(launcher):
     for flag in ("--deterministic", "--no-deterministic"):
         process = launcher.run("ppo", "--evaluate", str(run_dir), "--eval-episodes", "10", flag)
         assert "mean return 500.00 ± 0.00, min 500.00, max 500.00 over 10 episodes" in process.stdout
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_lstm"], indirect=True)
+def test_layers_that_differ_in_training_are_told_that_it_is_over(script, monkeypatch):
+    """Catches: an agent that plays with dropout, or normalises its batch of one."""
+    run_dir = script.train(small_args(script))
+    modes, act = [], script.Agent.get_action_and_value
+
+    def spy(agent, *args, **options):
+        modes.append(agent.training)
+        return act(agent, *args, **options)
+
+    monkeypatch.setattr(script.Agent, "get_action_and_value", spy)
+    script.evaluate(run_dir / "checkpoint.pt", 1)
+    assert modes
+    assert not any(modes)

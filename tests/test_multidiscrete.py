@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import small_args
+from conftest import read_scalars, small_args
 from gymnasium.spaces import Box, MultiDiscrete
 
 import ppo_multidiscrete as script
@@ -218,3 +219,44 @@ def test_bfloat16_is_close_to_float32(monkeypatch):
     assert rounded.dtype == torch.float32
     assert not torch.equal(rounded, exact)
     assert (rounded - exact).norm() < 0.02 * exact.norm()
+
+
+class Masked(gym.Env):
+    """Of 4 and 3 choices two are valid each, others at each step; `invalid` counts those that were taken anyway."""
+
+    observation_space, action_space = Box(0, 1, (7,), np.float32), MultiDiscrete([4, 3])
+    invalid = 0
+
+    def observe(self):
+        self.valid = np.zeros(7, bool)
+        self.valid[self.np_random.choice(4, 2, replace=False)] = True
+        self.valid[4 + self.np_random.choice(3, 2, replace=False)] = True
+        return self.valid.astype(np.float32)
+
+    def action_masks(self):
+        return self.valid
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        invalid = not (self.valid[action[0]] and self.valid[4 + action[1]])
+        Masked.invalid += invalid
+        return self.observe(), -float(invalid), False, False, {}
+
+
+gym.register("Masked-v0", entry_point=Masked, max_episode_steps=5)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_env_tells_which_actions_are_invalid(vectorization, monkeypatch):
+    """Catches: masks of an env that are not asked for, or are those of another env or of the step before."""
+    monkeypatch.setattr(Masked, "invalid", 0)
+    logged = small_args(script, env_id="Masked-v0", vectorization=vectorization, eval_episodes=3)
+    run_dir = script.train(logged)
+    assert Masked.invalid == 0
+    assert {value for _, value in read_scalars(run_dir)["charts/episodic_return"]} == {0.0}
+    assert script.evaluate(run_dir / "checkpoint.pt", 3) == [0.0] * 3
+    script.train(replace(logged, mask_actions=False, vectorization="sync", eval_episodes=0))
+    assert Masked.invalid > 20
