@@ -125,7 +125,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         env = gym.make(args.env_id, disable_env_checker=True, **options)
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
-            env.action_space = env.unwrapped.action_space  # ClipAction's own has no bounds
+            env.action_space = env.env.action_space  # ClipAction's own has no bounds
         if not isinstance(env.observation_space, Box):  # Discrete ones become one-hot, Dict and Tuple ones are joined
             env = gym.wrappers.FlattenObservation(env)
         return env

@@ -151,7 +151,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
-            env.action_space = env.unwrapped.action_space  # ClipAction's own has no bounds
+            env.action_space = env.env.action_space  # ClipAction's own has no bounds
         is_known = str(env.spec.entry_point).startswith("gymnasium.envs")
         hidden = is_known and VELOCITIES.get(env.spec.name.removesuffix("Continuous"))
         if args.mask_velocity and not hidden:

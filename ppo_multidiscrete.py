@@ -81,7 +81,7 @@ class Args:
     env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
-    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has action_masks()
+    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: where the env tells which
 
     # algorithm
 
