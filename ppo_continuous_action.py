@@ -246,10 +246,7 @@ def compute_gae(
 def discount_forward(
     rewards: np.ndarray, dones: np.ndarray, running_return: np.ndarray, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the discounted sum of an episode's rewards so far, (T, N), and that sum at the end, to go on from, (N,).
-
-    Its standard deviation is the scale of the rewards [cont 8]: a choice of OpenAI's baselines, not a return.
-    """
+    """Return the discounted sum of an episode's rewards so far, (T, N), and the last sum, to go on from, (N,)."""
     sums = np.zeros_like(rewards)
     for t in range(len(rewards)):
         sums[t] = running_return = gamma * running_return + rewards[t]
@@ -354,7 +351,7 @@ def train(args: Args) -> Path:
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)  # where terminated, unused
 
-            # reward scale
+            # reward scale [cont 8]: the spread of these sums, which are no returns; a choice of OpenAI's baselines
             scaled_rewards = to_tensor(rewards)
             if args.norm_reward:
                 sums, running_return = discount_forward(rewards, terminations | truncations, running_return, args.gamma)

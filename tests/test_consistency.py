@@ -49,7 +49,7 @@ MOST_CHANGES = {
 MOST_LINES = {
     "ppo": 350,
     "ppo_atari": 409,
-    "ppo_continuous_action": 421,
+    "ppo_continuous_action": 419,
     "ppo_atari_lstm": 507,
     "ppo_lstm": 491,
     "ppo_multidiscrete": 430,  # above MicroRTS, which has lines of its own
