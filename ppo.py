@@ -6,10 +6,10 @@ Evaluate:  python ppo.py --evaluate runs/CartPole-v1__ppo__1__1700000000 --eval-
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
-With `torchrun --nproc-per-node 2 ppo.py` two processes share N, B and M.
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's.
+With `torchrun --nproc-per-node 2 ppo.py` each of two processes has half of N, B and M.
 
-PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
+You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"

@@ -9,10 +9,10 @@ bfloat16 where the hardware has it), and the defaults of the Atari experiments.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's.
-With `torchrun --nproc-per-node 2 ppo_atari.py` two processes share N, B and M.
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's.
+With `torchrun --nproc-per-node 2 ppo_atari.py` each of two processes has half of N, B and M.
 
-PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
+You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"

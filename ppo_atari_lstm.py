@@ -5,15 +5,15 @@ Resume:    python ppo_atari_lstm.py --resume runs/BreakoutNoFrameskip-v4__ppo_at
 Evaluate:  python ppo_atari_lstm.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
 
 Differs from ppo_atari.py as ppo_lstm.py differs from ppo.py: an LSTM between the CNN and the heads, minibatches of
-whole sequences. It sees one frame at a time: where things are moving must be remembered.
+whole sequences. It sees one frame at a time, so it must remember where things are moving.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
-With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` two processes share N, B and M.
+With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` each of two processes has half of N, B and M.
 
-PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
+You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"

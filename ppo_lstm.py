@@ -4,18 +4,18 @@ Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000
 Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__1700000000 --eval-episodes 10 --capture-video
 
-Differs from ppo.py in: an LSTM in actor and critic, whose state the rollout carries along; values that come with each
-action, for they need that state; minibatches of whole sequences of S steps, each trained from the state stored at its
+Differs from ppo.py in: an LSTM in actor and critic, whose state the rollout carries along; values computed with each
+action, as they need that state; minibatches of whole sequences of S steps, each trained from the state stored at its
 start (truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that
 only an agent with a memory can do well.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
-With `torchrun --nproc-per-node 2 ppo_lstm.py` two processes share N, B and M.
+With `torchrun --nproc-per-node 2 ppo_lstm.py` each of two processes has half of N, B and M.
 
-PPO ends at the line "The life of a run", and you may stop there: what comes after it is the same in every script.
+You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"

@@ -4,17 +4,17 @@ Train:     python ppo_multidiscrete.py --env-id MicrortsMining-v4 --seed 1
 Resume:    python ppo_multidiscrete.py --resume runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
 Evaluate:  python ppo_multidiscrete.py --evaluate runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
 
-Differs from ppo.py in: the policy, which chooses each component of an action by itself, and among the valid choices
-only; the masks that say which these are, stored with the rollout; a CNN for grids; and MicroRTS as a vector env.
+Differs from ppo.py in: the policy, which chooses each component of an action separately, and among its valid choices
+only; the masks that mark these, stored with the rollout; a CNN for grids; and MicroRTS as a vector env.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O the observation's, *A the action's,
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's,
 L the number of choices of all components together, H and W the height and width of a grid.
-With `torchrun --nproc-per-node 2 ppo_multidiscrete.py` two processes share N, B and M.
+With `torchrun --nproc-per-node 2 ppo_multidiscrete.py` each of two processes has half of N, B and M.
 
-PPO ends at the line "MicroRTS as a vector env", and you may stop there: what comes next is the env, and then "The life
-of a run", which is the same in every script.
+You may stop reading at the line "MicroRTS as a vector env": what follows is that env, and then "The life of a run",
+which is the same in every script.
 """
 # /// script
 # requires-python = ">=3.11"
