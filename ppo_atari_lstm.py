@@ -57,7 +57,7 @@ class Args:
     # experiment
 
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 0  # CPU threads of torch, 0 for one per core
@@ -67,10 +67,10 @@ class Args:
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
     wandb_tags: str = ""  # tags of the wandb run, separated by spaces
-    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
-    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    resume: str | None = None  # run folder to resume, with its own arguments except those you give
+    exact_resume: bool = False  # reset the envs at each checkpoint, so that a run resumes bit-identically (on a CPU)
     checkpoint_every: int = 100  # iterations between checkpoints
-    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    evaluate: str | None = None  # run folder whose agent to evaluate, instead of training
     eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
@@ -79,21 +79,21 @@ class Args:
     # environment
 
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"repeat_action_probability": 0.25}'
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"repeat_action_probability": 0.25}'
     num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
     env_threads: int = 0  # threads that emulate the games, 0 for one per core
 
     # algorithm
 
     total_timesteps: int = 10_000_000  # env steps in the whole run, each of 4 frames
-    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
+    patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 2.5e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout, a multiple of seq_len; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 4  # minibatches per epoch, a divisor of the sequences; 1 to 8
+    num_minibatches: int = 4  # minibatches per epoch, a divisor of the number of sequences; 1 to 8
     update_epochs: int = 4  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
@@ -102,7 +102,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
+    target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     seq_len: int = 0  # S, steps per training sequence, a divisor of num_steps; 0: the whole rollout [lstm 4]
     hidden_size: int = 128  # H, units of each LSTM layer
     num_layers: int = 1  # L, layers of the LSTM
@@ -120,7 +120,7 @@ class Args:
         self.minibatch_size = self.batch_size // self.num_minibatches
         self.num_iterations = self.total_timesteps // self.batch_size
         sequences = self.batch_size // (self.seq_len or self.num_steps)
-        if not self.resume:  # else num_steps may be that of the checkpoint
+        if not self.resume:  # on resume num_steps may still be in the checkpoint
             require(self, "seq_len", lambda x: not x or self.num_steps % x == 0, "a divisor of --num-steps, or 0")
             require(self, "num_minibatches", lambda x: sequences % x == 0, f"a divisor of {sequences} sequences")
         self.minibatch_sequences = sequences // self.num_minibatches

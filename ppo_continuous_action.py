@@ -51,7 +51,7 @@ class Args:
     # experiment
 
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 1  # CPU threads of torch, 0 for one per core; a small network is fastest on one
@@ -60,10 +60,10 @@ class Args:
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
     wandb_tags: str = ""  # tags of the wandb run, separated by spaces
-    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
-    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    resume: str | None = None  # run folder to resume, with its own arguments except those you give
+    exact_resume: bool = False  # reset the envs at each checkpoint, so that a run resumes bit-identically (on a CPU)
     checkpoint_every: int = 100  # iterations between checkpoints
-    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    evaluate: str | None = None  # run folder whose agent to evaluate, instead of training
     eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
@@ -72,14 +72,14 @@ class Args:
     # environment
 
     env_id: str = "HalfCheetah-v5"  # a registered id, or "module:Name-v0" to import the module that registers it
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"ctrl_cost_weight": 0.2}'
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"ctrl_cost_weight": 0.2}'
     num_envs: int = 1  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
 
     total_timesteps: int = 1_000_000  # env steps in the whole run
-    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
+    patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 2048  # T, steps per env and rollout; 64 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
@@ -95,11 +95,11 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
+    target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6] [cont 7]
     norm_reward: bool = True  # divide rewards by the running std of discounted returns, clip to ±10 [cont 8] [cont 9]
     log_std_init: float = 0.0  # log of the policy's initial standard deviation; -2 to 0
-    learn_log_std: bool = True  # learn the standard deviation; off: it stays as it was initialised
+    learn_log_std: bool = True  # learn the standard deviation; off: it keeps its initial value
 
     batch_size: tyro.conf.Suppress[int] = field(init=False)
     minibatch_size: tyro.conf.Suppress[int] = field(init=False)

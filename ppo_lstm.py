@@ -54,7 +54,7 @@ class Args:
     # experiment
 
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 1  # CPU threads of torch, 0 for one per core; a small network is fastest on one
@@ -63,10 +63,10 @@ class Args:
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
     wandb_tags: str = ""  # tags of the wandb run, separated by spaces
-    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
-    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    resume: str | None = None  # run folder to resume, with its own arguments except those you give
+    exact_resume: bool = False  # reset the envs at each checkpoint, so that a run resumes bit-identically (on a CPU)
     checkpoint_every: int = 100  # iterations between checkpoints
-    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    evaluate: str | None = None  # run folder whose agent to evaluate, instead of training
     eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
@@ -75,22 +75,22 @@ class Args:
     # environment
 
     env_id: str = "CartPole-v1"  # a registered id, or "module:Name-v0" to import the module that registers it
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"sutton_barto_reward": true}'
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"sutton_barto_reward": true}'
     num_envs: int = 8  # N, parallel envs [core 1]; 2 to 64
-    mask_velocity: bool | None = None  # hide the velocities; None: where it is known which they are
+    mask_velocity: bool | None = None  # hide the velocities; None: in the envs listed in VELOCITIES
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
 
     total_timesteps: int = 150_000  # env steps in the whole run
-    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
+    patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout, a multiple of seq_len; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.98  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.8  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 8  # minibatches per epoch, a divisor of the sequences; 1 to 32
+    num_minibatches: int = 8  # minibatches per epoch, a divisor of the number of sequences; 1 to 32
     update_epochs: int = 10  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
@@ -99,16 +99,16 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = None  # mean KL above which an update's epochs end early; 0.01 to 0.05
+    target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     seq_len: int = 32  # S, steps per training sequence, a divisor of num_steps; 0: the whole rollout [lstm 4]
     hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = False  # one LSTM for actor and critic instead of one each
-    bf16: bool = False  # train the LSTM in bfloat16 where the CPU has it; faster in minibatches of 1,000 steps
+    bf16: bool = False  # train the LSTM in bfloat16 if the CPU has it; faster with minibatches of 1,000 steps
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
-    reward_scale: float = 1.0  # factor on the rewards that the learner sees; 0.01 for returns of hundreds
+    reward_scale: float = 1.0  # factor on the rewards that the learner sees; 0.01 if returns are in the hundreds
     log_std_init: float = 0.0  # Box actions: log of the initial standard deviation; -2 to 0
     learn_log_std: bool = True  # Box actions: learn the standard deviation
 
@@ -127,7 +127,7 @@ class Args:
         self.minibatch_size = self.batch_size // self.num_minibatches
         self.num_iterations = self.total_timesteps // self.batch_size
         sequences = self.batch_size // (self.seq_len or self.num_steps)
-        if not self.resume:  # else num_steps may be that of the checkpoint
+        if not self.resume:  # on resume num_steps may still be in the checkpoint
             require(self, "seq_len", lambda x: not x or self.num_steps % x == 0, "a divisor of --num-steps, or 0")
             require(self, "num_minibatches", lambda x: sequences % x == 0, f"a divisor of {sequences} sequences")
         self.minibatch_sequences = sequences // self.num_minibatches

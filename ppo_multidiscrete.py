@@ -56,7 +56,7 @@ class Args:
     # experiment
 
     exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # fixes the network's init, the sampled actions and every env's stream
+    seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 1  # CPU threads of torch, 0 for one per core; a small network is fastest on one
@@ -66,10 +66,10 @@ class Args:
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
     wandb_tags: str = ""  # tags of the wandb run, separated by spaces
-    resume: str | None = None  # run folder to continue; its arguments hold, except those given anew
-    exact_resume: bool = False  # restart the envs at each checkpoint, so that a resumed run ends bit-identical
+    resume: str | None = None  # run folder to resume, with its own arguments except those you give
+    exact_resume: bool = False  # reset the envs at each checkpoint, so that a run resumes bit-identically (on a CPU)
     checkpoint_every: int = 100  # iterations between checkpoints
-    evaluate: str | None = None  # run folder whose agent is to play, instead of training
+    evaluate: str | None = None  # run folder whose agent to evaluate, instead of training
     eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
     eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
@@ -78,15 +78,15 @@ class Args:
     # environment
 
     env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0" to import its module
-    env_kwargs: str = "{}"  # what else the env takes, as JSON: '{"frame_skip": 0}'
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
-    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: where the env tells which
+    mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has masks
 
     # algorithm
 
     total_timesteps: int = 2_000_000  # env steps in the whole run
-    patience: int = 0  # iterations without a better mean return after which the run ends; 0: never
+    patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
@@ -102,7 +102,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = 0.015  # mean KL above which an update's epochs end early; 0.01 to 0.05
+    target_kl: float | None = 0.015  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
 
     batch_size: tyro.conf.Suppress[int] = field(init=False)
     minibatch_size: tyro.conf.Suppress[int] = field(init=False)
