@@ -106,10 +106,10 @@ class Args:
 
 
 def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
-    """Return `num_envs` copies of the env in SAME_STEP autoreset, with the returns of whole episodes in their infos.
+    """Return `num_envs` copies of the env with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
 
-    Each transition is a real one: an episode's last observation comes in infos["final_obs"], beside the observation
-    that opens the next episode. `video_dir` is where episodes are recorded, if given. Raises UserError for an id that
+    Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
+    returned one opens the next episode. Episodes are recorded in `video_dir`, if given. Raises UserError for an id that
     cannot be made, and for spaces that this script does not handle.
     """
 
@@ -155,9 +155,9 @@ class Agent(nn.Module):
         return self.critic(obs.float()).squeeze(-1)
 
     def get_action(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """A sample of the policy, or its most likely action: (N, *O) -> (N, *A)."""
+        """A sample from the policy, or its most likely action: (N, *O) -> (N, *A)."""
         logits = self.actor(obs.float())
-        if not deterministic:  # argmax of p / E, E ~ Exp(1), is a sample of p: as multinomial, but faster
+        if not deterministic:  # argmax of p / E, E ~ Exp(1), is a sample from p: like multinomial, but faster
             logits = logits.softmax(-1) / torch.empty_like(logits).exponential_()
         return logits.argmax(-1)
 
@@ -165,7 +165,7 @@ class Agent(nn.Module):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         if action is None:
             action = self.get_action(obs, deterministic)
-        log_probs = self.actor(obs.float()).log_softmax(-1)  # of all actions; a Categorical written out is faster
+        log_probs = self.actor(obs.float()).log_softmax(-1)  # of all actions; faster than a Categorical
         probs = log_probs.exp()
         entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -183,8 +183,8 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N), float.
 
-    next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
-    terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
+    next_values[t] is V of the observation after step t; if step t truncated the episode, V of the episode's last one.
+    terminations[t] stops the bootstrap; dones[t] (step t terminated or truncated the episode) stops the recursion.
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
@@ -226,14 +226,14 @@ def ppo_loss(
     loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss  # [core 10]
     with torch.no_grad():  # [core 12]
         old_approx_kl = (-logratio).mean()
-        approx_kl = ((ratio - 1) - logratio).mean()  # unbiased as well, and never negative
+        approx_kl = ((ratio - 1) - logratio).mean()  # also unbiased, and never negative
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
     stats = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy_loss.detach())
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Leave a minibatch's clipped gradient in the agent, and return the statistics; --compile makes one graph of it."""
+    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile makes it one graph."""
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
@@ -244,10 +244,10 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 
 
 def train(args: Args) -> Path:
-    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args  # after a resume those of the checkpoint, and what is given anew
-        T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
+        args = run.args  # on resume those of the checkpoint, except those given
+        T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         minibatch_size = run.share("minibatch_size")
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
@@ -269,7 +269,7 @@ def train(args: Args) -> Path:
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
             loss_args = args
-            if args.anneal_clip:  # [aux 1]; a tensor, for --compile would compile anew for each new number
+            if args.anneal_clip:  # [aux 1]; a tensor: --compile would recompile for each new number
                 loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
 
             # rollout
@@ -285,7 +285,7 @@ def train(args: Args) -> Path:
                     cut = truncations[step]
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_step(next_obs, rewards[step], truncations[step], infos)
-            with torch.no_grad():  # of the whole rollout at once, which is faster than step by step
+            with torch.no_grad():  # for the whole rollout at once, which is faster than step by step
                 _, logprobs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
             logprobs, values = logprobs.view(T, N), values.view(T, N)
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
@@ -322,8 +322,8 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    Another `seed` than that of training (None) gives another sample. Videos go to the folder `videos` beside the
-    checkpoint. Training's random stream is left where it was.
+    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
     args = replace(Args(**state["args"]), eval_episodes=episodes)

@@ -156,12 +156,12 @@ class AtariLives(VectorWrapper):
 
 
 def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
-    """Return `num_envs` games in SAME_STEP autoreset, with the unclipped returns of whole games in their infos.
+    """Return `num_envs` games with SAME_STEP autoreset, whose infos hold the unclipped returns of whole games.
 
     Observations are (1, 84, 84) uint8: grey, resized [atari 5], a single frame. A game begins with up
-    to 30 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; 108,000 frames
-    truncate a game. infos["final_obs"] is valid only where a game ended. To record games in `video_dir`, they run in
-    gymnasium's own wrappers, whose observations are the same. Raises UserError for an id that is no Atari game.
+    to 30 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; a game is
+    truncated at 108,000 frames. infos["final_obs"] is valid only where a game ended. To be recorded in `video_dir`,
+    games run in gymnasium's wrappers, with the same observations. Raises UserError for an id that is not an Atari game.
     """
     with refusing(args):
         spec = gym.spec(args.env_id)
@@ -307,9 +307,9 @@ class Agent(nn.Module):
     ):
         """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         (hidden,), state = self.memory(self.encode(obs), state, starts)
-        log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; a Categorical written out is faster
+        log_probs = self.actor(hidden).log_softmax(-1)  # of all actions; faster than a Categorical
         probs = log_probs.exp()
-        if action is None:  # argmax of p / E, E ~ Exp(1), is a sample of p: as multinomial, but faster
+        if action is None:  # argmax of p / E, E ~ Exp(1), is a sample from p: like multinomial, but faster
             action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
         entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -327,8 +327,8 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N), float.
 
-    next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
-    terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
+    next_values[t] is V of the observation after step t; if step t truncated the episode, V of the episode's last one.
+    terminations[t] stops the bootstrap; dones[t] (step t terminated or truncated the episode) stops the recursion.
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
@@ -370,14 +370,14 @@ def ppo_loss(
     loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss  # [core 10]
     with torch.no_grad():  # [core 12]
         old_approx_kl = (-logratio).mean()
-        approx_kl = ((ratio - 1) - logratio).mean()  # unbiased as well, and never negative
+        approx_kl = ((ratio - 1) - logratio).mean()  # also unbiased, and never negative
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
     stats = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy_loss.detach())
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Leave a minibatch's clipped gradient in the agent, and return the statistics; the LSTM is never compiled."""
+    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; the LSTM is never compiled."""
     *rows, states, starts = minibatch
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
@@ -389,10 +389,10 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 
 
 def train(args: Args) -> Path:
-    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
-        T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
+        T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")
         envs = make_envs(args, N)
@@ -418,7 +418,7 @@ def train(args: Args) -> Path:
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
             loss_args = args
-            if args.anneal_clip:  # [aux 1]; a tensor, for --compile would compile anew for each new number
+            if args.anneal_clip:  # [aux 1]; a tensor: --compile would recompile for each new number
                 loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
 
             # rollout
@@ -478,8 +478,8 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    Another `seed` than that of training (None) gives another sample. Videos go to the folder `videos` beside the
-    checkpoint. Training's random stream is left where it was.
+    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
     args = replace(Args(**state["args"]), eval_episodes=episodes)

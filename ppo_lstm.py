@@ -137,10 +137,10 @@ VELOCITIES = dict(CartPole=[1, 3], MountainCar=[1], Pendulum=[2], LunarLander=[2
 
 
 def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> VectorEnv:
-    """Return `num_envs` copies of the env in SAME_STEP autoreset, with the returns of whole episodes in their infos.
+    """Return `num_envs` copies of the env with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
 
-    Each transition is a real one: an episode's last observation comes in infos["final_obs"], beside the observation
-    that opens the next episode. `video_dir` is where episodes are recorded, if given. Raises UserError for an id that
+    Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
+    returned one opens the next episode. Episodes are recorded in `video_dir`, if given. Raises UserError for an id that
     cannot be made, and for spaces that this script does not handle.
     """
 
@@ -274,9 +274,9 @@ class Agent(nn.Module):
         output = self.actor(features[0].float())
         value = self.critic(features[-1].float()).squeeze(-1)
         if self.discrete:
-            log_probs = output.log_softmax(-1)  # of all actions; a Categorical written out is faster
+            log_probs = output.log_softmax(-1)  # of all actions; faster than a Categorical
             probs = log_probs.exp()
-            if action is None:  # argmax of p / E, E ~ Exp(1), is a sample of p: as multinomial, but faster
+            if action is None:  # argmax of p / E, E ~ Exp(1), is a sample from p: like multinomial, but faster
                 action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
             entropy = -(probs * log_probs).sum(-1)
             logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -302,8 +302,8 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N), float.
 
-    next_values[t] is V of the observation that step t led to; where step t truncated an episode, of its own last one.
-    terminations[t] stops the bootstrap; dones[t], terminated or truncated by step t, stops the recursion.
+    next_values[t] is V of the observation after step t; if step t truncated the episode, V of the episode's last one.
+    terminations[t] stops the bootstrap; dones[t] (step t terminated or truncated the episode) stops the recursion.
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
@@ -345,14 +345,14 @@ def ppo_loss(
     loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss  # [core 10]
     with torch.no_grad():  # [core 12]
         old_approx_kl = (-logratio).mean()
-        approx_kl = ((ratio - 1) - logratio).mean()  # unbiased as well, and never negative
+        approx_kl = ((ratio - 1) - logratio).mean()  # also unbiased, and never negative
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
     stats = dict(policy_loss=pg_loss.detach(), value_loss=v_loss.detach(), entropy=entropy_loss.detach())
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Leave a minibatch's clipped gradient in the agent, and return the statistics; the LSTM is never compiled."""
+    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; the LSTM is never compiled."""
     *rows, states, starts = minibatch
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
@@ -364,11 +364,11 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 
 
 def train(args: Args) -> Path:
-    """Train an agent, or go on with the one of args.resume, and return the run's folder."""
+    """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         use_bf16 = run.args.bf16 and run.device.type == "cpu" and has_bf16(run.device)  # on a GPU it might be float16
         args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint tells what was used
-        T, N = args.num_steps, run.share("num_envs")  # N of this process, where torchrun started several
+        T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")
         envs = make_envs(args, N)
@@ -400,7 +400,7 @@ def train(args: Args) -> Path:
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
             optimizer.param_groups[1]["lr"] = critic_rate * remaining if args.anneal_lr else critic_rate
             loss_args = args
-            if args.anneal_clip:  # [aux 1]; a tensor, for --compile would compile anew for each new number
+            if args.anneal_clip:  # [aux 1]; a tensor: --compile would recompile for each new number
                 loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
 
             # rollout
@@ -461,8 +461,8 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    Another `seed` than that of training (None) gives another sample. Videos go to the folder `videos` beside the
-    checkpoint. Training's random stream is left where it was.
+    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
     args = replace(Args(**state["args"]), eval_episodes=episodes)
