@@ -38,7 +38,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's threads soon sleep: spinning, they crawl beside others
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle torch threads soon sleep: spinning is slow on a busy machine
 
 import gymnasium as gym
 import numpy as np
@@ -116,10 +116,10 @@ class Args:
 
 
 class AtariLives(VectorWrapper):
-    """Ends the value's horizon, but not the game, at a lost life [atari 3], and gives rewards by their sign [atari 6].
+    """Reports a lost life as a termination while the game goes on [atari 3], and clips rewards to their sign [atari 6].
 
     The first action of each life is FIRE, in games that have it, whatever the agent chose [atari 4]: a game that waits
-    for FIRE would else never go on. To the agent this is how the env works, so training stays on-policy.
+    for FIRE might otherwise never go on. To the agent this is part of the env, so training stays on-policy.
     """
 
     def __init__(self, envs: VectorEnv, fire: int | None):
@@ -216,7 +216,7 @@ class Agent(nn.Module):
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255  # [atari 9]
-            if not self.bf16:  # channels last in memory: on a CPU float32 convolutions are 1.6 times as fast so
+            if not self.bf16:  # channels last in memory: makes float32 convolutions on a CPU 1.6 times as fast
                 pixels = pixels.contiguous(memory_format=torch.channels_last)
             return self.network(pixels).float()
 
@@ -310,7 +310,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate uses the same
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         minibatch_size = run.share("minibatch_size")
         envs = make_envs(args, N)
@@ -342,7 +342,7 @@ def train(args: Args) -> Path:
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])  # at once, for they share the CNN
+                actions[step], logprobs[step], _, values[step] = act(obs[step])  # together, as they share the CNN
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if truncations[step].any():

@@ -39,7 +39,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's threads soon sleep: spinning, they crawl beside others
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle torch threads soon sleep: spinning is slow on a busy machine
 
 import gymnasium as gym
 import numpy as np
@@ -127,10 +127,10 @@ class Args:
 
 
 class AtariLives(VectorWrapper):
-    """Ends the value's horizon, but not the game, at a lost life [atari 3], and gives rewards by their sign [atari 6].
+    """Reports a lost life as a termination while the game goes on [atari 3], and clips rewards to their sign [atari 6].
 
     The first action of each life is FIRE, in games that have it, whatever the agent chose [atari 4]: a game that waits
-    for FIRE would else never go on. To the agent this is how the env works, so training stays on-policy.
+    for FIRE might otherwise never go on. To the agent this is part of the env, so training stays on-policy.
     """
 
     def __init__(self, envs: VectorEnv, fire: int | None):
@@ -205,20 +205,20 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 
 
 def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Cut sequences, `starts` (M/S, S), where an episode starts: a library LSTM kernel can run over each piece.
+    """Cut sequences, `starts` (M/S, S), wherever an episode starts, into pieces that nn.LSTM can run over.
 
-    Returns groups of P pieces of like length: (their sequences (P,), 1. if they go on from its stored state (P,), their
-    steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
+    Returns groups of P pieces of similar length: (each piece's sequence (P,), 1. if it takes its stored state (P,),
+    its steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
     """
     S, end = starts.shape[1], starts.numel()
     begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)
     lengths = torch.diff(begins, append=torch.tensor([end]))
     carried = (begins % S == 0) * (1 - starts.flatten()[begins])
-    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
+    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps, then padded
     groups, outputs = [], []
     for batch in sizes == sizes.unique()[:, None]:
         steps = torch.arange(lengths[batch].max())[:, None]
-        positions = begins[batch] + steps  # past a piece's end what follows it, never looked at
+        positions = begins[batch] + steps  # past a piece's end: what follows it, ignored
         groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
         outputs.append(torch.where(steps < lengths[batch], positions, end).flatten())
     return groups, torch.cat(outputs).argsort()[:end]
@@ -240,10 +240,10 @@ class Memory(nn.Module):
         return lstm.weight_hh_l0.new_zeros(num_envs, len(self.lstms), 2, lstm.num_layers, lstm.hidden_size)
 
     def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
+        """Return the features of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
         One step: x (N, F), state (N, K, 2, L, H), starts (N,) -> features (N, H). Sequences: x (M, F), a state each,
-        starts (M/S, S), on the CPU -> features (M, H), and the states as given: the rollout knows the ones to come.
+        starts (M/S, S), on the CPU -> features (M, H), and the states as given: the rollout has stored the next ones.
         """
         if starts.dim() > 1:
             return self.run_sequences(x, state, starts), state
@@ -293,7 +293,7 @@ class Agent(nn.Module):
         """Features: (N, 1, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255  # [atari 9]
-            if not self.bf16:  # channels last in memory: on a CPU float32 convolutions are 1.6 times as fast so
+            if not self.bf16:  # channels last in memory: makes float32 convolutions on a CPU 1.6 times as fast
                 pixels = pixels.contiguous(memory_format=torch.channels_last)
             return self.network(pixels).float()
 
@@ -391,7 +391,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate uses the same
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")

@@ -146,7 +146,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 
 
 class RunningNorm(nn.Module):
-    """Mean and variance of a stream, as buffers: a part of the agent's state, which only update() changes."""
+    """Running mean and variance, as buffers: part of the agent's state, changed only by update()."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
@@ -157,7 +157,7 @@ class RunningNorm(nn.Module):
         self.register_buffer("bound", torch.tensor(math.inf, dtype=torch.float64))  # nothing seen: nothing clipped
 
     def update(self, x: Tensor) -> None:
-        """Take in x, (B, *shape), of all processes, by the parallel variance formula of Chan et al. 1983."""
+        """Add the x, (B, *shape), of all processes, by the parallel variance formula of Chan et al. 1983."""
         x = x.double()
         n = len(x) * num_processes()
         mean = average(x.mean(0))
@@ -246,7 +246,7 @@ def compute_gae(
 def discount_forward(
     rewards: np.ndarray, dones: np.ndarray, running_return: np.ndarray, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the discounted sum of an episode's rewards so far, (T, N), and the last sum, to go on from, (N,)."""
+    """Return the discounted sum of each episode's rewards so far, (T, N), and the last one, to continue from, (N,)."""
     sums = np.zeros_like(rewards)
     for t in range(len(rewards)):
         sums[t] = running_return = gamma * running_return + rewards[t]
@@ -321,7 +321,7 @@ def train(args: Args) -> Path:
         final_values = torch.zeros((T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
-        running_return = np.zeros(N)  # discounted, of the episodes so far
+        running_return = np.zeros(N)  # discounted, of each env's episode so far
 
         for iteration in run.iterations(agent, optimizer, envs):
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
@@ -351,7 +351,7 @@ def train(args: Args) -> Path:
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)  # where terminated, unused
 
-            # reward scale [cont 8]: the spread of these sums, which are no returns; a choice of OpenAI's baselines
+            # reward scale [cont 8]: the std of these sums, which are not returns; as in OpenAI's baselines
             scaled_rewards = to_tensor(rewards)
             if args.norm_reward:
                 sums, running_return = discount_forward(rewards, terminations | truncations, running_return, args.gamma)
@@ -378,7 +378,7 @@ def train(args: Args) -> Path:
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
 
-            if args.norm_obs:  # only now: the update must see the observations as the rollout did
+            if args.norm_obs:  # only now: the update must normalise as the rollout did
                 agent.obs_norm.update(obs.flatten(0, 1))
 
             # log [core 12]

@@ -180,20 +180,20 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 
 
 def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Cut sequences, `starts` (M/S, S), where an episode starts: a library LSTM kernel can run over each piece.
+    """Cut sequences, `starts` (M/S, S), wherever an episode starts, into pieces that nn.LSTM can run over.
 
-    Returns groups of P pieces of like length: (their sequences (P,), 1. if they go on from its stored state (P,), their
-    steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
+    Returns groups of P pieces of similar length: (each piece's sequence (P,), 1. if it takes its stored state (P,),
+    its steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
     """
     S, end = starts.shape[1], starts.numel()
     begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)
     lengths = torch.diff(begins, append=torch.tensor([end]))
     carried = (begins % S == 0) * (1 - starts.flatten()[begins])
-    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # up to 32, 128, 512, ... steps: padded to one length
+    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps, then padded
     groups, outputs = [], []
     for batch in sizes == sizes.unique()[:, None]:
         steps = torch.arange(lengths[batch].max())[:, None]
-        positions = begins[batch] + steps  # past a piece's end what follows it, never looked at
+        positions = begins[batch] + steps  # past a piece's end: what follows it, ignored
         groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
         outputs.append(torch.where(steps < lengths[batch], positions, end).flatten())
     return groups, torch.cat(outputs).argsort()[:end]
@@ -215,10 +215,10 @@ class Memory(nn.Module):
         return lstm.weight_hh_l0.new_zeros(num_envs, len(self.lstms), 2, lstm.num_layers, lstm.hidden_size)
 
     def forward(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return a feature of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
+        """Return the features of each LSTM, and the state after it; `starts` is 1. where x opens an episode.
 
         One step: x (N, F), state (N, K, 2, L, H), starts (N,) -> features (N, H). Sequences: x (M, F), a state each,
-        starts (M/S, S), on the CPU -> features (M, H), and the states as given: the rollout knows the ones to come.
+        starts (M/S, S), on the CPU -> features (M, H), and the states as given: the rollout has stored the next ones.
         """
         if starts.dim() > 1:
             return self.run_sequences(x, state, starts), state
@@ -244,7 +244,7 @@ class Memory(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` the LSTM is one."""
+    """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` they share the LSTM."""
 
     def __init__(self, envs: VectorEnv, args: Args):
         super().__init__()
@@ -367,7 +367,7 @@ def train(args: Args) -> Path:
     """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         use_bf16 = run.args.bf16 and run.device.type == "cpu" and has_bf16(run.device)  # on a GPU it might be float16
-        args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint tells what was used
+        args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint records what was used
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T
         minibatch_size = run.share("minibatch_sequences")

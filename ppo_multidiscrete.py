@@ -316,7 +316,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate computes so, too
+        args = run.args = replace(run.args, bf16=run.args.bf16 and has_bf16(run.device))  # evaluate uses the same
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         minibatch_size = run.share("minibatch_size")
         envs = make_envs(args, N)
@@ -349,7 +349,7 @@ def train(args: Args) -> Path:
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])  # at once: CNN and masks are shared
+                actions[step], logprobs[step], _, values[step] = act(obs[step])  # together: CNN and masks are shared
                 masks[step] = agent.masks  # those that this action was chosen by
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
