@@ -212,7 +212,7 @@ class Agent(nn.Module):
 
     @torch.compiler.disable
     def ask_envs(self, units: Tensor | None = None) -> None:
-        """Store in self.masks what is valid in the envs now: which units and, if `units` are given, what those can."""
+        """Store in self.masks what is valid in the envs now: units and, if `units` are given, what these can do."""
         masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
         self.masks.copy_(torch.as_tensor(masks))  # in place: a CUDA graph reads them at a fixed address
 
