@@ -523,7 +523,7 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # without a screen MuJoCo and pygame draw all the same
+    os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo and pygame then render without a screen
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
@@ -547,7 +547,7 @@ def require(args: Args, names: str, valid: Callable, rule: str) -> None:
 def check_args(args: Args) -> None:
     """Raise a UserError for values that no script can use, and set what others imply."""
     for name, value in vars(args).items():
-        if isinstance(value, np.generic):  # as a sweep over np.logspace has them: none that a checkpoint holds
+        if isinstance(value, np.generic):  # as from a sweep over np.logspace: a checkpoint cannot hold them
             setattr(args, name, value.item())
     require(args, "resume evaluate", lambda x: x != "", "a run's folder")
     require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
@@ -579,7 +579,7 @@ def refusing(args: Args, *known: str) -> Iterator[None]:
     usual = (gym.error.Error, ImportError, TypeError, NotImplementedError)
     try:
         yield
-    except Exception as error:  # arguments of an env may have it raise whatever it likes
+    except Exception as error:  # an env that is given arguments may raise anything
         if isinstance(error, UserError) or (args.env_kwargs == "{}" and not isinstance(error, usual)):
             raise
         name = args.env_id.rpartition(":")[2]
@@ -590,11 +590,11 @@ def refusing(args: Args, *known: str) -> Iterator[None]:
 
 
 def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | None, *known: str) -> VectorEnv:
-    """Envs in SAME_STEP autoreset, filmed if there is a `video_dir`; a process each with --vectorization async."""
+    """Envs with SAME_STEP autoreset, filmed if there is a `video_dir`; one process each with --vectorization async."""
 
     def make_one() -> gym.Env:
         prepare_process(args)
-        env = gym.wrappers.TransformObservation(make_env(), np.array, None)  # copies: reset() may overwrite the last
+        env = gym.wrappers.TransformObservation(make_env(), np.array, None)  # a copy: reset() may overwrite the last
         if video_dir:
             if "camera" not in args.env_kwargs:
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
@@ -612,7 +612,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
 
 
 class Film(gym.wrappers.RecordVideo):
-    """RecordVideo, but each frame is written at once: held to the episode's end, an Atari game's take gigabytes."""
+    """RecordVideo, but each frame is written at once: kept until the episode ends, an Atari game's take gigabytes."""
 
     writer = None
 
@@ -639,7 +639,7 @@ class Film(gym.wrappers.RecordVideo):
 
 
 def unfit_env(args: Args, envs: VectorEnv) -> UserError:
-    """The answer to an env with spaces that this script does not handle; closes it."""
+    """The error for an env with spaces that this script does not handle; closes the env."""
     envs.close()
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     spaces = f"{type(obs_space).__name__}{obs_space.shape} observations and {action_space} actions"
@@ -654,7 +654,7 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
 
 
 def prepare_process(args: Args) -> None:
-    """Before gymnasium makes an env: refuse ids of other scripts; have Ctrl-C pass by async workers; quieten MuJoCo."""
+    """Before gymnasium makes an env: refuse ids of other scripts; shield async workers from Ctrl-C; quieten MuJoCo."""
     if args.env_id.startswith("ALE/") or "NoFrameskip" in args.env_id:
         raise UserError(f"{args.env_id} is an Atari game: use ppo_atari.py or ppo_atari_lstm.py")
     if args.env_id.startswith("Microrts") and "multidiscrete" not in __file__:
@@ -674,7 +674,7 @@ def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
 
 
 def num_threads(wanted: int) -> int:
-    """`wanted`; where that is 0, one thread for each core that this process may use, shared with those beside it."""
+    """`wanted`, or if that is 0 one thread per core that this process may use, shared with its sibling processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # a container's share; "max" where there is no limit
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -690,7 +690,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what torch frees: to fetch it anew, page by page, can take longer than to compute with it."""
+    """Have glibc keep what torch frees: fetching it again, page by page, can take longer than computing with it."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no mallopt
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
@@ -736,7 +736,7 @@ def variance(x: Tensor) -> Tensor:
 def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) -> dict:
     """Read a checkpoint onto the CPU, without running code from it; load the agent and the optimizer that are given.
 
-    Raises UserError for a file that is missing, torn, foreign or hostile, and for what is not made alike.
+    Raises UserError for a file that is missing, torn, foreign or hostile, or does not fit the agent or the optimizer.
     """
     author = ""
     try:
@@ -766,7 +766,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
 
 
 def saved_args(folder: str) -> dict:
-    """The arguments in a run's checkpoint; those that this script has had since are told, and are at their defaults."""
+    """The arguments in a run's checkpoint; prints those of this script that are newer, so at their defaults."""
     saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"]
     if added := [name for name in ARGUMENTS if name not in saved]:
         print(f"newer than the checkpoint, so at their defaults unless given: {', '.join(added)}")
@@ -774,7 +774,7 @@ def saved_args(folder: str) -> dict:
 
 
 def upon_checkpoint(args: Args) -> Args:
-    """The arguments of a run that goes on: those of its checkpoint, but for those that are not at their default."""
+    """The arguments of a resumed run: those of its checkpoint, except where `args` differs from the defaults."""
     default = Args()
     given = {name: getattr(args, name) for name in ARGUMENTS if getattr(args, name) != getattr(default, name)}
     merged = Args(**saved_args(args.resume) | given | dict(resume=None))
@@ -783,7 +783,7 @@ def upon_checkpoint(args: Args) -> Args:
 
 
 def try_camera(args: Args) -> None:
-    """Film a first frame, for a video that fails after hours of training is a loss; raise UserError if that fails."""
+    """Film one frame now, lest videos fail only after hours of training; raise UserError if it fails."""
     try:
         with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(args, 1, Path(name, "film"))) as envs:
             envs.reset(seed=[0])
@@ -792,7 +792,7 @@ def try_camera(args: Args) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line above the progress bar; where nobody reads it the run goes on: Ctrl-C ends the `| tee`, too."""
+    """Print a line above the progress bar; the run goes on if nobody reads it: Ctrl-C ends a `| tee`, too."""
     try:
         if sys.stdout:  # None where a run was started with it closed
             tqdm.write(text)
@@ -802,7 +802,7 @@ def say(text: str) -> None:
 
 
 def report(returns: list[float], episodes: int) -> None:
-    """Print what an evaluation of so many episodes found."""
+    """Print the result of an evaluation that should have taken `episodes` episodes."""
     if len(returns) < episodes:
         steps = f"{episodes * EPISODE_LIMIT:,} steps"
         say(f"evaluation: given up after {steps}, in which {len(returns)} of {episodes} episodes ended")
@@ -812,24 +812,24 @@ def report(returns: list[float], episodes: int) -> None:
 
 
 class Run(contextlib.ExitStack):
-    """Folder, log, checkpoints, evaluations, signals and processes of a run; what it opens it closes."""
+    """Folder, log, checkpoints, evaluations, signals and processes of a run; closes what it opens."""
 
     def __init__(self, args: Args):
         super().__init__()
         if args.resume and not hasattr(args, "spelled_out"):
             args = upon_checkpoint(args)
         self.args = args
-        self.rank = dist.get_rank() if dist.is_initialized() else 0  # 0 writes, evaluates and speaks
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # 0 writes, evaluates and prints
         self.processes = num_processes()
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-        self.iteration = self.global_step = 0  # done; inside the loop with the one under way
-        self.last_log = 0  # when the latest log of a run that goes on was begun
+        self.iteration = self.global_step = 0  # done so far; inside the loop, including the current one
+        self.last_log = 0  # when the latest log of a resumed run was begun
         self.episodes_restart = True  # by reset(), before the next rollout
         self.episodes = []  # (return, length) of those that ended in this iteration
-        self.ended = math.inf  # how many since the envs were last reset; at first there is nothing to cut
+        self.ended = math.inf  # how many ended since the envs were last reset; at first no reset cuts any
         self.warned = False
         self.recent_returns = deque(maxlen=100)
-        self.kept = dict(best_return=-math.inf, best_step=0)  # what checkpoints hold too; add numbers of your own
+        self.kept = dict(best_return=-math.inf, best_step=0)  # saved in checkpoints; add your own
         self.signals = []
         self.evaluating = False
         self.wandb_run = self.wandb_id = None
@@ -845,7 +845,7 @@ class Run(contextlib.ExitStack):
         keep_freed_memory()
 
     def share(self, name: str) -> int:
-        """This process's part of what the argument `name` counts."""
+        """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
             what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
@@ -853,9 +853,9 @@ class Run(contextlib.ExitStack):
         return total // self.processes
 
     def iterations(self, agent: nn.Module, optimizer, envs: VectorEnv) -> Iterator[int]:
-        """Yield the number, from 1, of each iteration to do; in between, save and evaluate.
+        """Yield the number, from 1, of each iteration to run; save and evaluate in between.
 
-        A signal ends the run after its iteration: it is saved, and SystemExit raised.
+        A signal ends the run after the current iteration: the run is saved, and SystemExit raised.
         """
         args = self.args
         self.callback(envs.close)
@@ -889,7 +889,7 @@ class Run(contextlib.ExitStack):
             sys.exit(128 + stop)
 
     def open(self, agent: nn.Module, optimizer) -> None:
-        """Restore what there is to resume, then make the folder and begin to write: all input is good by now."""
+        """Restore what there is to resume, then make the folder and begin to write: all input has been checked."""
         args = self.args
         self.folder = run_folder(args.resume) if args.resume else None
         if args.resume:
@@ -931,7 +931,7 @@ class Run(contextlib.ExitStack):
                 return folder
 
     def keep_script(self) -> None:
-        """Keep the script's text, for an edited file is the experiment, and note what was run with what."""
+        """Keep a copy of the script, as an edited file is the experiment, and note command, versions and commit."""
         script = Path(__file__)
         if is_edited(self.folder):
             print(f"{script.name} has changed since this run began: the folder keeps both texts")
@@ -950,10 +950,10 @@ class Run(contextlib.ExitStack):
     def start_writer(self) -> None:
         """Begin the TensorBoard log, with the arguments as a text and, to compare runs by, as hparams."""
         hook = threading.excepthook
-        self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is told once
+        self.callback(setattr, threading, "excepthook", hook)  # of the writer's thread: a full disk is reported once
         threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else hook(args)
         while int(time.time()) <= self.last_log:
-            time.sleep(0.05)  # the logs are read in the order of their names, which is time's but within a second
+            time.sleep(0.05)  # logs are read in the order of their names, which tell the time to the second
         self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
         if not self.args.resume:
             values = asdict(self.args)
@@ -1007,7 +1007,7 @@ class Run(contextlib.ExitStack):
         return max(gather(self.signals), default=0)
 
     def save(self, agent: nn.Module, optimizer) -> None:
-        """Write all that a resumed run needs; a kill or a full disk leaves a whole file, the old one or the new."""
+        """Write all that a resumed run needs; a kill or a full disk leaves a valid file, the old one or the new."""
         self.writer.flush()  # the log is never behind the checkpoint
         args = {name: getattr(self.args, name) for name in ARGUMENTS}
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
@@ -1020,7 +1020,7 @@ class Run(contextlib.ExitStack):
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)  # raises: what cannot be read replaces nothing
+        torch.load(buffer, map_location="cpu", weights_only=True)  # raises if it cannot be read back
         path = self.folder / "checkpoint.pt"
         try:
             with open(path.with_suffix(".tmp"), "wb") as file:
@@ -1067,7 +1067,7 @@ class Run(contextlib.ExitStack):
         args, path = self.args, self.folder / "checkpoint.pt"
         try:
             self.evaluating = True
-            if self.signals:  # since the loop looked
+            if self.signals:  # one came since the loop looked
                 raise KeyboardInterrupt
             returns = evaluate(path, args.eval_episodes, args.deterministic, args.capture_video)
             self.evaluating = False
@@ -1100,7 +1100,7 @@ class Run(contextlib.ExitStack):
         return obs
 
     def note_step(self, obs: np.ndarray, rewards: np.ndarray, truncations: np.ndarray, infos: dict) -> None:
-        """Take note of the episodes that a step ended, and that all it led to are numbers."""
+        """Note the episodes that a step ended, and check that its rewards and observations are finite."""
         total = rewards.sum(dtype=np.float64)
         if obs.dtype.kind == "f":
             total += obs.sum(dtype=np.float64)
@@ -1115,8 +1115,8 @@ class Run(contextlib.ExitStack):
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
         if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
-            return function  # not on_cpu: it is so small that to call its graph takes longer
-        whole = self.processes == 1  # loss.backward() is a part of the graph, but where others have a say after it
+            return function  # not on_cpu: it is so small that calling its graph takes longer
+        whole = self.processes == 1  # loss.backward() is part of the graph, unless gradients are averaged after it
         self.enter_context(torch._dynamo.config.patch(trace_autograd_ops=whole))
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
@@ -1125,7 +1125,7 @@ class Run(contextlib.ExitStack):
 
         def replay(*args):
             torch.compiler.cudagraph_mark_step_begin()
-            return tree_map_only(Tensor, Tensor.clone, graph(*args))  # the next replay overwrites the graph's own
+            return tree_map_only(Tensor, Tensor.clone, graph(*args))  # the next replay overwrites the graph's outputs
 
         return replay
 
@@ -1140,7 +1140,7 @@ class Run(contextlib.ExitStack):
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])  # (minibatches, names)
-        means = average(table.mean(0)).tolist()  # fetched at once, for it waits for a GPU
+        means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
         self.require_finite(scalars["losses/grad_norm"])
         seconds = time.perf_counter() - self.start_time
@@ -1170,12 +1170,12 @@ class Run(contextlib.ExitStack):
 
 
 def run_folder(name: str) -> Path:
-    """The folder of a run that is named by it, or by its checkpoint."""
+    """The folder of a run, given by that folder or by its checkpoint."""
     return Path(name).parent if Path(name).name == "checkpoint.pt" else Path(name)
 
 
 def is_edited(folder: Path) -> bool:
-    """Whether a run's folder keeps texts of this script, of which none is today's."""
+    """Whether a run's folder has copies of this script, none of which is the current one."""
     texts = [path.read_bytes() for path in folder.glob("*.py")]
     return bool(texts) and Path(__file__).read_bytes() not in texts
 
@@ -1205,7 +1205,7 @@ def spell_out(argv: list[str]) -> list[str]:
 
 
 def parse_args() -> Args:
-    """Read the command line, upon the arguments of the run to resume or to evaluate, if there is one."""
+    """Read the command line, on top of the arguments of the run to resume or to evaluate, if there is one."""
     argv = spell_out(sys.argv[1:])
     values = {flag: word for flag, word in itertools.pairwise(argv) if not word.startswith("--")}
     folder = values.get("--evaluate") or values.get("--resume")
@@ -1228,7 +1228,7 @@ def parse_args() -> Args:
 
 
 def join_processes(args: Args) -> None:
-    """Join those that torchrun started beside this one, if it did: a GPU for each, and the first one speaks."""
+    """Join the processes that torchrun started, if it did: each takes a GPU, and only the first one prints."""
     if dist.is_torchelastic_launched():
         gpus = torch.cuda.device_count() if args.cuda else 0
         if gpus:
