@@ -167,7 +167,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         spec = gym.spec(args.env_id)
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
         advice = "give an id like BreakoutNoFrameskip-v4 or ALE/Breakout-v5, or use ppo.py or ppo_continuous_action.py"
-        raise UserError(f"{args.env_id} is no Atari game with a fixed frame skip: {advice}")
+        raise UserError(f"{args.env_id} is not an Atari game with a fixed frame skip: {advice}")
     frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
     kwargs = spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs)
 
@@ -641,7 +641,7 @@ class Film(gym.wrappers.RecordVideo):
 
         frame = self.env.render()
         if not isinstance(frame, np.ndarray):
-            raise TypeError(f"it renders a {type(frame).__name__}, no picture")
+            raise TypeError(f"it renders a {type(frame).__name__}, not an image")
         if not self.writer:
             path = f"{self.video_folder}/{self._video_name}.mp4"
             self.writer = FFMPEG_VideoWriter(path, frame.shape[1::-1], self.frames_per_sec)
@@ -664,9 +664,9 @@ def unfit_env(args: Args, envs: VectorEnv) -> UserError:
     script, own = scripts.get(type(action_space).__name__), Path(__file__).name
     advice = f"use {script}"
     if len(obs_space.shape or ()) > 1 and script != "ppo_multidiscrete.py":
-        advice = "flatten the observations, or have make_envs let them pass and give Agent a CNN"
+        advice = "flatten the observations, or allow them in make_envs and give Agent a CNN"
     elif script in (None, own):
-        advice = "it takes vectors (ppo_multidiscrete.py: grids from 5x5 cells, too), and of Box actions float vectors"
+        advice = "it takes vectors (ppo_multidiscrete.py: or grids from 5x5 cells); Box actions must be float vectors"
     return UserError(f"{args.env_id} has {spaces}, which {own} does not handle: {advice}")
 
 
@@ -767,7 +767,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
     except FileNotFoundError:
         raise UserError(f"there is no {path}: give a run's folder, as printed when the run began") from None
     except Exception as error:  # whatever a stranger's file may raise
-        raise UserError(f"{path}{author} is no checkpoint of this script ({type(error).__name__})") from None
+        raise UserError(f"{path}{author} is not a checkpoint of this script ({type(error).__name__})") from None
     if unknown:
         names = ", ".join(sorted(unknown))
         raise UserError(f"{path}{author} has arguments that {Path(__file__).name} lacks: {names}")
@@ -778,7 +778,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} holds another {what} than this one: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
     return state
 
 
@@ -851,7 +851,7 @@ class Run(contextlib.ExitStack):
         self.evaluating = False
         self.wandb_run = self.wandb_id = None
         enough = lambda _: not args.norm_adv or args.minibatch_size > self.processes
-        require(args, "num_minibatches", enough, f"less with {self.processes} processes: a step cannot be normalised")
+        require(args, "num_minibatches", enough, f"low enough for each of {self.processes} processes to get 2 steps")
         self.enter_context(torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []))
         torch.manual_seed(args.seed)
         self.callback(torch.set_num_threads, torch.get_num_threads())
@@ -951,7 +951,7 @@ class Run(contextlib.ExitStack):
         """Keep a copy of the script, as an edited file is the experiment, and note command, versions and commit."""
         script = Path(__file__)
         if is_edited(self.folder):
-            print(f"{script.name} has changed since this run began: the folder keeps both texts")
+            print(f"{script.name} has changed since this run began: the folder keeps both versions")
             (self.folder / f"{script.stem}_from_{self.global_step}.py").write_bytes(script.read_bytes())
         elif not (self.folder / script.name).exists():
             (self.folder / script.name).write_bytes(script.read_bytes())
@@ -1032,7 +1032,7 @@ class Run(contextlib.ExitStack):
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
         state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
         if taken := self.kept.keys() & state.keys():
-            raise UserError(f"run.kept: {', '.join(taken)} is a name of the checkpoint's own, take another")
+            raise UserError(f"run.kept: {', '.join(taken)} is a name that the checkpoint itself uses, choose another")
         state |= tree_map_only(np.generic, lambda number: number.item(), self.kept)
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -1046,7 +1046,7 @@ class Run(contextlib.ExitStack):
                 os.fsync(file.fileno())
             os.replace(path.with_suffix(".tmp"), path)
         except OSError as error:
-            sys.exit(f"error: cannot write {path}: {error.strerror}; the checkpoint before it, if any, is still good")
+            sys.exit(f"error: cannot write {path}: {error.strerror}; the previous checkpoint, if any, is still good")
 
     def restore(self, agent: nn.Module, optimizer) -> None:
         """Go on where the checkpoint was; the envs begin new episodes."""
@@ -1105,7 +1105,7 @@ class Run(contextlib.ExitStack):
         done = self.iteration - 1
         if self.ended < envs.num_envs and not self.warned:
             self.warned = True
-            lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the checkpoint before"
+            lost = f"cuts {envs.num_envs} episodes, and only {self.ended} ended since the previous checkpoint"
             say(f"warning: --exact-resume {lost}: the returns are biased, raise --checkpoint-every")
         self.episodes_restart = False
         self.ended = 0
@@ -1152,7 +1152,7 @@ class Run(contextlib.ExitStack):
             what = "an observation, a reward, the loss or its gradient is not finite"
             hint = "look for NaN in observations and rewards, or lower --learning-rate"
             good = f"{self.folder / 'checkpoint.pt'} is good"
-            raise FloatingPointError(f"{what} in the iteration to step {self.global_step}: {hint}; {good}")
+            raise FloatingPointError(f"{what} in the iteration up to step {self.global_step}: {hint}; {good}")
 
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
         """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars` by their tags."""
