@@ -697,7 +697,7 @@ def saved_args(folder: str) -> dict:
     """The arguments in a run's checkpoint; prints those of this script that are newer, so at their defaults."""
     saved = load_checkpoint(run_folder(folder) / "checkpoint.pt")["args"]
     if added := [name for name in ARGUMENTS if name not in saved]:
-        print(f"newer than the checkpoint, so at their defaults unless given: {', '.join(added)}")
+        print(f"arguments newer than the checkpoint, at their defaults unless given: {', '.join(added)}")
     return saved
 
 
@@ -777,7 +777,7 @@ class Run(contextlib.ExitStack):
         total = getattr(self.args, name)
         if total % self.processes:
             what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
-            raise UserError(f"{what} must be a multiple of {self.processes}, the processes, not {total}")
+            raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 
     def iterations(self, agent: nn.Module, optimizer, envs: VectorEnv) -> Iterator[int]:
@@ -981,7 +981,7 @@ class Run(contextlib.ExitStack):
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         self.global_step, self.wandb_id = state["global_step"], state["wandb_id"]
         self.iteration = self.global_step // self.args.batch_size
-        done = f"at least the {self.global_step} steps done"
+        done = f"at least the {self.global_step} steps already done"
         require(self.args, "total_timesteps", lambda _: self.iteration <= self.args.num_iterations, done)
         self.recent_returns.extend(state["recent_returns"])
         for name, begun in self.kept.items():

@@ -96,7 +96,7 @@ def test_arguments_that_the_checkpoint_lacks_are_named(script, launcher):
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     del state["args"]["vf_coef"]
     torch.save(state, run_dir / "checkpoint.pt")
-    told = "newer than the checkpoint, so at their defaults unless given: vf_coef"
+    told = "arguments newer than the checkpoint, at their defaults unless given: vf_coef"
     further = ["--resume", str(run_dir), "--total-timesteps", str(2 * small_args(script).total_timesteps)]
     play = ["--evaluate", str(run_dir), "--eval-episodes", "1"]
     for argv, count in ((play, 1), (further, 1), (play, 0)):  # the run that went on has written what it goes by

@@ -79,7 +79,7 @@ def test_a_resume_cannot_take_steps_back(script):
     """Catches: a total that is less than what is done: nothing happens, and the checkpoint tells the smaller number."""
     run_dir = script.train(small_args(script))
     before = contents(run_dir)
-    with pytest.raises(script.UserError, match="--total-timesteps must be at least the 128 steps done, not 64"):
+    with pytest.raises(script.UserError, match="--total-timesteps must be at least the 128 steps already done, not 64"):
         script.train(script.Args(resume=str(run_dir), total_timesteps=64))
     assert contents(run_dir) == before
 
