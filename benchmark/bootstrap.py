@@ -1,4 +1,4 @@
-"""What the value after a time limit buys: train with it, and with the time limit taken for the end of the task.
+"""What bootstrapping at a time limit buys: train with it, and with the time limit treated as termination.
 
 Run:   python benchmark/bootstrap.py --seeds 1 2 3 --jobs 2 -- --total-timesteps 300000
        python benchmark/bootstrap.py --script ppo_multidiscrete.py --env-id MicrortsMining-v1 --seeds 1 2 3

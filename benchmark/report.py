@@ -84,13 +84,14 @@ FLAGS = {
 # results that make a figure together: its title, the script, the names, the command that makes them, what is seen
 COMPARISONS = {
     "bootstrap": (
-        "What the value after a time limit buys",
+        "What bootstrapping at a time limit buys",
         "ppo_continuous_action",
         ["Pendulum-v1__bootstrap", "Pendulum-v1__time-limit-as-end"],
         "python benchmark/bootstrap.py --seeds {seeds} -- --total-timesteps 300000",
-        "Pendulum never ends: after 200 steps its episodes are cut. The same script, and the same with one line "
-        "changed, so that being cut counts as the end, after which no reward is expected, as in many scripts. Here it "
-        "matters most; a case in which it costs is [below](#what-it-costs-in-microrts-without-masks).",
+        "Pendulum never terminates: its episodes are cut after 200 steps. Compared are the script, and the script with "
+        "one line changed, so that the cut counts as termination, after which no reward is expected, as in many "
+        "scripts. This is where it matters most; a case in which it costs is "
+        "[below](#what-it-costs-in-microrts-without-masks).",
     ),
     "bootstrap_microrts": (
         "What it costs in MicroRTS without masks",
@@ -99,10 +100,10 @@ COMPARISONS = {
         "python benchmark/bootstrap.py --script ppo_multidiscrete.py --env-id MicrortsMining-v1 "
         "--labels unmasked-published-settings unmasked-time-limit-as-end --seeds {seeds} "
         "-- --mask-actions False --learning-rate 2.5e-4 --target-kl None",
-        "The published value is of a script that takes the limit of 200 steps for the end. With its settings ours "
-        "rises as high, and then loses some of it; with the same line changed as above it does not, in the seed that "
-        "was run. Likely how: values that no end bounds grow, and with them a loss whose gradient the CNN shares with "
-        "the policy.",
+        "The published value is from a script that treats the limit of 200 steps as termination. With its settings "
+        "ours rises as high, and then loses some of it; with the same line changed as above it does not, in the one "
+        "seed that was run. A likely reason: without termination the values grow, and with them the value loss, whose "
+        "gradient reaches the CNN that the policy shares.",
     ),
     "bfloat16_lstm": (
         "Does the LSTM learn as well in bfloat16?",
@@ -114,9 +115,9 @@ COMPARISONS = {
             for label in ["short-sequences", "short-sequences-bfloat16"]
         ),
         "CartPole without velocities, at settings with large minibatches, where bfloat16 is faster "
-        "([speed](#speed)); seeds and settings that nothing was chosen by. Most runs of either end at or near the "
-        "highest return there is, and one of each falls back: these ten seeds show no difference. It is "
-        "off by default, for with small minibatches it is slower.",
+        "([speed](#speed)); no default was chosen on these seeds and settings. Most runs of either end at or near the "
+        "highest possible return, and one of each falls back: these ten seeds show no difference. bfloat16 is "
+        "off by default because it is slower with small minibatches.",
     ),
     "bfloat16_atari": (
         "Does Breakout learn as well in bfloat16?",
@@ -125,9 +126,9 @@ COMPARISONS = {
         f"python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {{seeds}} "
         f"--label float32{FLAGS['float32']}\n"
         "python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {seeds}",
-        "`ppo_atari.py`'s CNN computes in bfloat16 where the hardware has it, and is faster for it ([speed](#speed)). "
+        "`ppo_atari.py`'s CNN computes in bfloat16 where the hardware has it, which is faster ([speed](#speed)). "
         "At the end of this comparison both runs in bfloat16 are ahead of both in float32: two seeds show no "
-        "loss, and are too few to show a gain. (Seed 1 of both goes on [above](#atari-ppo_ataripy).)",
+        "loss, and are too few to show a gain. (The runs continue [above](#atari-ppo_ataripy).)",
     ),
 }
 # the seeds and the last step of a comparison whose runs go on, and are in their script's table, too
@@ -138,8 +139,8 @@ NOTES = {
     "defaults of `ppo.py`, which were not chosen for it.",
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions.",
-    "ppo_atari": "The published values are of 10M steps. Runs of fewer are under way.",
-    "ppo_lstm": "The defaults were chosen among about fifteen settings by the seeds of the first row, and by seed 4; "
+    "ppo_atari": "The published values are for 10M steps. Runs with fewer are still under way.",
+    "ppo_lstm": "The defaults were chosen among about fifteen settings on the seeds of the first row, and on seed 4; "
     "only the second row tests them.",
 }
 TITLES = {
@@ -353,11 +354,11 @@ def page() -> str:
     """The text of docs/results.md."""
     parts = [
         "# Results\n",
-        "Written by `python benchmark/report.py` from `benchmark/results/*.csv`. A return is undiscounted and "
+        "Written by `python benchmark/report.py` from `benchmark/results/*.csv`. Returns are undiscounted and "
         "unclipped, of whole training episodes with sampled actions. `commit` is the one whose script made the "
-        "curve or, where only that is known, the one that added it. The arguments are the defaults but for the "
-        "env, the seed and what the table names; the steps are those that a run has made so far. Curves are "
-        "smoothed over a fiftieth of a run. ± is the standard deviation over the seeds. Published are the returns in "
+        "curve or, if that is not known, the one that added the curve. The arguments are the defaults except for the "
+        "env, the seed and what the table names; `env steps` are those done so far. Curves are smoothed over a "
+        "fiftieth of a run. ± is the standard deviation over the seeds. `published` are the returns in "
         "[CleanRL's documentation](https://docs.cleanrl.dev/rl-algorithms/ppo/) and in "
         "[The 37 Implementation Details of PPO]"
         "(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/).\n",
@@ -396,39 +397,38 @@ def page() -> str:
         parts.append(f"![Learning curves]({key}.png)\n")
     parts.append("## Speed\n")
     parts.append(
-        "Env steps per second with updates, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for the "
-        "LSTM sb3-contrib's RecurrentPPO) in turn, on the same settings, but that ours computes Atari in bfloat16 "
-        "where the hardware has it, RecurrentPPO sees the velocities, and each takes its own default of threads; the "
-        "medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means of whole runs; later ones "
-        "leave out the first iteration.\n"
+        "Env steps per second, updates included, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for "
+        "the LSTM, sb3-contrib's RecurrentPPO) in turn, on the same settings, except that ours computes Atari in "
+        "bfloat16 where the hardware has it, RecurrentPPO sees the velocities, and each uses its own default number of "
+        "threads. Given are medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means of whole "
+        "runs; later ones leave out the first iteration.\n"
     )
     parts.append(by_machine(read("throughput.csv"), table_of_speeds))
     settings = [f"`{task}`: `{script}.py {flags(changes)}`" for task, (script, changes) in OURS.items() if changes]
-    parts.append(f"A task has the defaults of its script, but for {'; '.join(settings)}.\n")
+    parts.append(f"A task has the defaults of its script, except for {'; '.join(settings)}.\n")
     if rows := read("parts.csv"):
         parts.append("## Where the time goes\n")
         parts.append(
-            "By `python benchmark/parts.py`: microseconds per env step of a training run, and their share. `policy` is "
-            "acting in the rollout, with the transfers to and from the device; `advantages` the values, and the "
-            "log-probabilities where they come after the rollout, and GAE; `update` all epochs; `rest` what is stored, "
-            "noted and logged. `envs alone` is the steps/s at which a policy and an update that cost nothing "
-            "would train.\n"
+            "By `python benchmark/parts.py`: microseconds per env step of a training run, and each part's share. "
+            "`policy` is acting in the rollout, with the transfers to and from the device; `advantages` is GAE, with "
+            "the values and log-probabilities if they are computed after the rollout; `update` is all epochs; `rest` "
+            "is storing and logging. `envs alone` is the steps/s if all but the envs cost nothing.\n"
         )
         parts.append(by_machine(rows, table_of_parts))
     if rows := read("threads.csv"):
         parts.append("## Threads\n")
         parts.append(
-            "By `python benchmark/threads.py`: a machine that is idle, and one that is busy, where two processes per "
-            "core compute besides. By default the Atari scripts take a thread per core of the share, which soon sleeps "
-            "where it waits for the others, and the other scripts one thread. 64 threads are those of a host with 64 "
-            "cores of which the process has two.\n"
+            "By `python benchmark/threads.py`: on an idle machine, and on a busy one, where two other processes per "
+            "core compute as well. By default the Atari scripts use one thread per core of their share of the machine, "
+            "which soon sleeps while it waits for the others; the other scripts use one thread. 64 threads stand for a "
+            "host with 64 cores, of which the process may use two.\n"
         )
         parts.append(by_machine(rows, table_of_threads))
     if rows := read("scaling.csv"):
         parts.append("## Cost as work grows\n")
         parts.append(
-            "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else as by default: "
-            "the batch and its minibatches grow with them, up to 32,768 steps.\n"
+            "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else at its default: "
+            "the batch and its minibatches grow with the envs, up to 32,768 steps.\n"
         )
         parts.append(by_machine(rows, table_of_speeds))
         parts.append("![Speed and memory against the number of envs](scaling.png)\n")
