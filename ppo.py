@@ -206,7 +206,7 @@ def ppo_loss(
     entropy: Tensor,
     args: Args,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, PPO eq. 9 negated, and its parts and diagnostics, all 0-d; every tensor given is (M,)."""
+    """Return the loss, PPO eq. 9 negated, and its parts and diagnostics, all 0-d; every input tensor is (M,)."""
     logratio = new_logprobs - old_logprobs
     ratio = logratio.exp()
     if args.norm_adv:
@@ -641,7 +641,7 @@ def upon_checkpoint(args: Args) -> Args:
 
 
 def try_camera(args: Args) -> None:
-    """Film one frame now, lest videos fail only after hours of training; raise UserError if it fails."""
+    """Film one frame, as a check before hours of training; raise UserError if that fails."""
     try:
         with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(args, 1, Path(name, "film"))) as envs:
             envs.reset(seed=[0])
@@ -904,7 +904,7 @@ class Run(contextlib.ExitStack):
             raise UserError(f"the clock is behind the log in {self.folder}, which would hide what is logged now")
         options = [group.copy() for group in optimizer.param_groups]
         load_checkpoint(self.folder / "checkpoint.pt", agent, optimizer)
-        for group, given in zip(optimizer.param_groups, options):  # weight decay, betas, epsilon may be given anew
+        for group, given in zip(optimizer.param_groups, options):  # weight decay, betas, epsilon may change on resume
             group.update(given, lr=group["lr"])  # the loop sets the learning rate, or adapts it
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
@@ -1079,7 +1079,7 @@ def parse_args() -> Args:
         if ignored:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise UserError(f"--evaluate plays the agent as it was trained: leave out {flags}")
-    args = replace(args, resume=None)  # derived sizes anew, and all rules checked
+    args = replace(args, resume=None)  # recomputes the derived sizes, checks all rules
     args.resume = values.get("--resume")
     args.spelled_out = True  # upon_checkpoint() is done
     return args
