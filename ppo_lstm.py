@@ -366,7 +366,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or resume the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        use_bf16 = run.args.bf16 and run.device.type == "cpu" and has_bf16(run.device)  # on a GPU it might be float16
+        use_bf16 = run.args.bf16 and run.device.type == "cpu" and has_bf16(run.device)  # a GPU's LSTM would be float16
         args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint records what was used
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T

@@ -62,11 +62,11 @@ LABELS = {
     "unmasked": "no masks",
     "unmasked-published-settings": "no masks, the published settings",
     "float32": "float32",
-    "fresh-seeds": "seeds that no default was chosen by",
+    "fresh-seeds": "seeds not used to choose defaults",
     "bootstrap": "a time limit is bootstrapped",
     "150k": "150k steps",
-    "time-limit-as-end": "a time limit is taken for an end",
-    "unmasked-time-limit-as-end": "a time limit is taken for an end",
+    "time-limit-as-end": "a time limit counts as termination",
+    "unmasked-time-limit-as-end": "a time limit counts as termination",
     "short-sequences": "sequences of 8, float32",
     "short-sequences-bfloat16": "sequences of 8, bfloat16",
 }
@@ -358,7 +358,7 @@ def page() -> str:
         "unclipped, of whole training episodes with sampled actions. `commit` is the one whose script made the "
         "curve or, if that is not known, the one that added the curve. The arguments are the defaults except for the "
         "env, the seed and what the table names; `env steps` are those done so far. Curves are smoothed over a "
-        "fiftieth of a run. ± is the standard deviation over the seeds. `published` are the returns in "
+        "fiftieth of a run. ± is the standard deviation over the seeds (NumPy's `std`). `published` are the returns in "
         "[CleanRL's documentation](https://docs.cleanrl.dev/rl-algorithms/ppo/) and in "
         "[The 37 Implementation Details of PPO]"
         "(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/).\n",
@@ -419,9 +419,10 @@ def page() -> str:
         parts.append("## Threads\n")
         parts.append(
             "By `python benchmark/threads.py`: on an idle machine, and on a busy one, where two other processes per "
-            "core compute as well. By default the Atari scripts use one thread per core of their share of the machine, "
-            "which soon sleeps while it waits for the others; the other scripts use one thread. 64 threads stand for a "
-            "host with 64 cores, of which the process may use two.\n"
+            "core compute as well. `threads` are torch's and the games'. By default the Atari scripts use one per core "
+            "that they may use, with GOMP_SPINCOUNT=10000: threads that wait for each other spin only briefly, and "
+            "then sleep. The other scripts use one thread. 64 threads are what a host with 64 cores would lead to, of "
+            "which the process may use two.\n"
         )
         parts.append(by_machine(rows, table_of_threads))
     if rows := read("scaling.csv"):

@@ -27,10 +27,10 @@ SCRIPTS = {"ppo_atari.py": 64, "ppo_multidiscrete.py": 128}  # and steps per rol
 ITERATIONS = 4  # of 8 envs; the first is not counted
 SLEEP, SHORT, SPIN = [{"GOMP_SPINCOUNT": count} for count in ("0", "10000", "300000")]  # the last is torch's default
 SETTINGS = {  # name: environment, threads
-    "a thread per core of the share, soon asleep": (SHORT, 0),
-    "a thread per core of the share, asleep at once": (SLEEP, 0),
-    "a thread per core of the share, torch's default": (SPIN, 0),
-    "one thread": (SLEEP, 1),
+    "one per core, GOMP_SPINCOUNT=10000": (SHORT, 0),
+    "one per core, GOMP_SPINCOUNT=0": (SLEEP, 0),
+    "one per core, torch's spinning": (SPIN, 0),
+    "one": (SLEEP, 1),
 }
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = [(script, state, name) for script in args.scripts for state in ("idle", "busy") for name in SETTINGS]
     if args.host_cores:
-        name = f"{args.host_cores} threads, torch's default"
+        name = f"{args.host_cores}, torch's spinning"
         SETTINGS[name] = (SPIN, args.host_cores)
         settings.append(("ppo_atari.py", "idle", name))
     speeds = {setting: [] for setting in settings}
