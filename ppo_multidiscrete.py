@@ -397,7 +397,7 @@ def evaluate(
     state = load_checkpoint(checkpoint)
     args = replace(Args(**state["args"]), eval_episodes=episodes)
     args.seed = args.seed if seed is None else seed
-    video_dir = checkpoint.parent / f"videos/step_{state['global_step']}" if capture_video else None
+    video_dir = Path(checkpoint).parent / f"videos/step_{state['global_step']}" if capture_video else None
     returns = []
     with contextlib.closing(make_envs(args, 1, video_dir)) as envs, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(args.seed)  # torch.manual_seed would reseed the GPU, too
@@ -752,7 +752,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from datetime import datetime, timedelta
@@ -770,7 +769,7 @@ if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get(
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
 ARGUMENTS = [f.name for f in fields(Args) if f.init]  # all but the sizes that follow from them
-BEGUN_WITH = ["env_id", "exp_name", "norm_obs", "log_std_init", "mask_velocity"]  # a resume cannot change these
+BEGUN_WITH = {"env_id", "exp_name", "norm_obs", "log_std_init", "mask_velocity"}  # a resume cannot change these
 
 
 class UserError(Exception):
@@ -789,7 +788,9 @@ def check_args(args: Args) -> None:
     """Raise a UserError for values that no script can use, and set what others imply."""
     for name, value in vars(args).items():
         if isinstance(value, np.generic):  # as from a sweep over np.logspace: a checkpoint cannot hold them
-            setattr(args, name, value.item())
+            setattr(args, name, value := value.item())
+        if isinstance(value, float) and value != getattr(type(args), name):
+            require(args, name, math.isfinite, "a finite number")
     require(args, "resume evaluate", lambda x: x != "", "a run's folder")
     require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "a positive number")
@@ -1069,8 +1070,7 @@ class Run(contextlib.ExitStack):
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.ended = math.inf  # how many ended since the envs were last reset; at first no reset cuts any
         self.warned = False
-        self.recent_returns = deque(maxlen=100)
-        self.kept = dict(best_return=-math.inf, best_step=0)  # saved in checkpoints; add your own
+        self.kept = dict(best_return=-math.inf, best_step=0, recent_returns=[], recent_lengths=[])  # saved; add yours
         self.signals = []
         self.evaluating = False
         self.wandb_run = self.wandb_id = None
@@ -1254,7 +1254,7 @@ class Run(contextlib.ExitStack):
         rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if self.device.type == "cuda" else None)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), rng=rng)
         state |= dict(args=args | dict(resume=None, evaluate=None), script=Path(__file__).name, wandb_id=self.wandb_id)
-        state |= dict(iteration=self.iteration, global_step=self.global_step, recent_returns=list(self.recent_returns))
+        state |= dict(iteration=self.iteration, global_step=self.global_step)
         if taken := self.kept.keys() & state.keys():
             raise UserError(f"run.kept: {', '.join(taken)} is a name that the checkpoint itself uses, choose another")
         state |= tree_map_only(np.generic, lambda number: number.item(), self.kept)
@@ -1275,12 +1275,9 @@ class Run(contextlib.ExitStack):
     def restore(self, agent: nn.Module, optimizer) -> None:
         """Go on where the checkpoint was; the envs begin new episodes."""
         state = load_checkpoint(self.folder / "checkpoint.pt")
-        for name in BEGUN_WITH:
-            given = getattr(self.args, name, None)
-            begun = state["args"].get(name, given)
-            if begun != given:
-                flag = name.replace("_", "-")
-                raise UserError(f"{self.folder} was begun with --{flag} {begun}: start a new run for {given}")
+        for name in BEGUN_WITH & state["args"].keys():
+            begun = state["args"][name]
+            require(self.args, name, lambda x, begun=begun: x == begun, f"{begun} in {self.folder} (else start anew)")
         logs = self.folder.glob("events.out.tfevents.*")
         self.last_log = max((int(path.name.split(".")[3]) for path in logs), default=0)
         if self.last_log > time.time() + 60:
@@ -1293,10 +1290,10 @@ class Run(contextlib.ExitStack):
         if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         self.global_step, self.wandb_id = state["global_step"], state["wandb_id"]
-        self.iteration = self.global_step // self.args.batch_size
         done = f"at least the {self.global_step} steps already done"
-        require(self.args, "total_timesteps", lambda _: self.iteration <= self.args.num_iterations, done)
-        self.recent_returns.extend(state["recent_returns"])
+        require(self.args, "total_timesteps", lambda total: total >= self.global_step, done)
+        left = (self.args.total_timesteps - self.global_step) // self.args.batch_size  # whatever the batch was before
+        self.iteration = self.args.num_iterations - left
         for name, begun in self.kept.items():
             value = state.get(name, begun)
             self.kept[name] = value.to(begun.device) if isinstance(begun, Tensor) else value
@@ -1390,9 +1387,10 @@ class Run(contextlib.ExitStack):
         self.episodes = []
         if episodes:
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
-            self.recent_returns.extend(episode_return for episode_return, _ in episodes)
-        mean_return = float(np.mean(self.recent_returns or -math.inf))
-        if mean_return > self.kept["best_return"] or len(self.recent_returns) < 100:  # too few to judge by
+        for name, recent in zip(("recent_returns", "recent_lengths"), zip(*episodes)):
+            self.kept[name] = [*self.kept[name], *recent][-100:]
+        mean_return = float(np.mean(self.kept["recent_returns"] or -math.inf))
+        if mean_return > self.kept["best_return"] or len(self.kept["recent_returns"]) < 100:  # too few to judge by
             self.kept.update(best_return=mean_return, best_step=self.global_step)
         if self.rank == 0:
             for tag, value in scalars.items():
@@ -1405,9 +1403,10 @@ class Run(contextlib.ExitStack):
             say(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress()}")
 
     def progress(self) -> str:
-        """The mean return of the last 100 episodes, in words."""
-        returns = self.recent_returns
-        return f"mean return {np.mean(returns):.1f}" if returns else "no episode has ended yet"
+        """The mean return and length of the last 100 episodes, in words."""
+        returns, lengths = self.kept["recent_returns"], self.kept["recent_lengths"]
+        means = f"mean return {np.mean(returns or 0):.1f}, length {np.mean(lengths or 0):.0f}"
+        return means if lengths else "no episode has ended yet"
 
 
 def run_folder(name: str) -> Path:
@@ -1457,7 +1456,7 @@ def parse_args() -> Args:
     what = (__doc__ or "").split("\n\n")[0]  # python -OO leaves it out
     args = tyro.cli(Args, default=default, description=what, args=argv, config=(tyro.conf.FlagConversionOff,))
     if args.evaluate:
-        heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads"}
+        heeded = {"evaluate", "eval_episodes", "deterministic", "capture_video", "seed", "torch_threads", "cuda"}
         ignored = [name for name in ARGUMENTS if name not in heeded and getattr(args, name) != getattr(default, name)]
         if ignored:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)

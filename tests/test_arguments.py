@@ -1,6 +1,7 @@
 """The command line: bad input is one sentence, exit code 2, and no file; good input does what --help says."""
 
 import dataclasses
+import importlib
 import os
 import re
 import runpy
@@ -9,7 +10,9 @@ import sys
 import termios
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import FOLD_SCRIPTS, ROOT, SCRIPTS, SMALL, flags, read_scalars, run_script, small_args
 
 # flags that users of any script rely on
@@ -28,6 +31,14 @@ BAD_NUMBERS = """
     total-timesteps=0 total-timesteps=-1 total-timesteps=7 num-minibatches=3 num-minibatches=100000
     num-envs=four num-envs=4.5 learning-rate=fast gamma= seed=1.5
 """
+
+# a script's own numbers
+OWN_BAD_NUMBERS = [
+    ("ppo_continuous_action", "log-std-init=nan log-std-init=inf log-std-init=-inf"),
+    ("ppo_lstm", "log-std-init=nan reward-scale=nan reward-scale=inf reward-floor=nan reward-floor=inf"),
+    ("ppo_lstm", "critic-learning-rate=inf critic-learning-rate=nan critic-learning-rate=0 weight-decay=inf"),
+    ("ppo_atari_lstm", "hidden-size=0 num-layers=0 seq-len=-1 seq-len=3"),
+]
 
 # an env with other spaces than the script's, and a word of the answer that helps
 WRONG_ENVS = {
@@ -91,6 +102,15 @@ def test_bad_numbers(script, main, setting):
     """Catches: a value that crashes an hour later, trains on NaN, or is silently rounded."""
     flag, value = setting.split("=")
     assert_refused(main(script, *small_flags(script), f"--{flag}={value}"), flag)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [(name, setting) for name, settings in OWN_BAD_NUMBERS for setting in settings.split()]
+)
+def test_own_bad_numbers(main, name, setting):
+    """Catches: a run that begins, writes a folder, and dies of the NaN that it was given."""
+    flag, value = setting.split("=")
+    assert_refused(main(importlib.import_module(name), *flags(**SMALL[name]), f"--{flag}={value}"), flag)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +251,10 @@ def test_table_of_arguments(script, capsys):
 
 def progress(run_dir: Path) -> str:
     """What a finished run should say of the returns that it logged."""
-    return "mean return" if "charts/episodic_return" in read_scalars(run_dir) else "no episode has ended yet"
+    if "charts/episodic_return" not in read_scalars(run_dir):
+        return "no episode has ended yet"
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    return f"mean return {np.mean(state['recent_returns']):.1f}, length {np.mean(state['recent_lengths']):.0f}"
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)

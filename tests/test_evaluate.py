@@ -161,7 +161,7 @@ def test_videos(script, monkeypatch, recorders):
             assert frames.shape[1:] == (210, 160, 3)
             assert (frames.max(-1).astype(int) - frames.min(-1)).max() > 100  # in colour
     # evaluated again, the same folder holds the same videos
-    script.evaluate(run_dir / "checkpoint.pt", 1, capture_video=True)
+    script.evaluate(str(run_dir / "checkpoint.pt"), 1, capture_video=True)  # a path in a string will do
     assert sorted(run_dir.glob("videos/*/*.mp4")) == videos
 
 

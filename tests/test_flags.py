@@ -145,7 +145,7 @@ def test_another_seed_evaluates_other_episodes(script, monkeypatch):
 
 @pytest.mark.parametrize("name", FOLD_SCRIPTS)
 def test_what_evaluation_heeds(launcher, name):
-    """Catches: --seed that --evaluate ignores; a refusal of the flags that are meant for it."""
+    """Catches: --seed that --evaluate ignores; a refusal of the flags that are meant for it, or do no harm."""
     run_dir = begin(name, deterministic=True, eval_episodes=1)
     before = contents(run_dir)
 
@@ -159,7 +159,7 @@ def test_what_evaluation_heeds(launcher, name):
     assert "over 10 episodes" in play()
     other = play("--eval-episodes", "4", "--seed", "99")
     assert other != as_trained
-    assert play("--eval-episodes", "4", "--seed", "99", "--torch-threads", "2") == other
+    assert play("--eval-episodes", "4", "--seed", "99", "--torch-threads", "2", "--no-cuda") == other
     assert play("--eval-episodes", "4", "--seed", "1") == as_trained
     script = importlib.import_module(name)
     returns = script.evaluate(run_dir / "checkpoint.pt", 4, deterministic=True)

@@ -150,11 +150,28 @@ def test_the_log_goes_on_without_gap_or_overlap(script, monkeypatch):
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_recent_returns_go_on(script, monkeypatch):
-    """Catches: a mean of the last 100 returns that begins anew, and jumps, at a resume."""
+    """Catches: a mean of the last 100 returns or lengths that begins anew, and jumps, at a resume."""
     run_dir = crash(monkeypatch, script, in_iteration(script, 3), checkpoint_every=2)
-    torch.save(load(run_dir) | dict(recent_returns=[-5.0, 7.25]), run_dir / "checkpoint.pt")
+    recent = dict(recent_returns=[-5.0, 7.25], recent_lengths=[3, 4])
+    torch.save(load(run_dir) | recent, run_dir / "checkpoint.pt")
     script.train(small_args(script, resume=str(run_dir)))
-    assert load(run_dir)["recent_returns"][:2] == [-5.0, 7.25]
+    assert {name: load(run_dir)[name][:2] for name in recent} == recent
+
+
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_a_resume_with_another_batch_ends_within_the_total(script):
+    """Catches: iterations done that are rounded down, so that the last one goes past the steps asked for."""
+    args = small_args(script)
+    run_dir = script.train(args)
+    num_steps = 3 * args.num_steps  # 128 steps done are not a multiple of the new batch
+    changes = dict(num_steps=num_steps, num_minibatches=args.num_minibatches)
+    batch_size = num_steps * args.num_envs
+    assert args.total_timesteps % batch_size
+    for total in (args.total_timesteps, args.total_timesteps + 3 * batch_size):  # no step more; three iterations
+        before = load(run_dir)["global_step"]
+        script.train(script.Args(resume=str(run_dir), total_timesteps=total, **changes))
+        done = load(run_dir)["global_step"] - before
+        assert done == (total - before) // batch_size * batch_size
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
