@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import os
 import re
 import runpy
@@ -273,12 +274,24 @@ def test_a_run_shows_progress_and_where_it_went(script, launcher):
     assert len(result.stdout.splitlines()) < len(dataclasses.fields(script.Args)) + 10
 
 
-@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
-def test_progress_bar_in_a_terminal(script):
-    """Catches: a bar that shows other steps than were taken, or none at all to a person at a terminal."""
+def test_the_time_left(monkeypatch, capsys):
+    """Catches: a time that is left when the run is over, and a mean of it over the whole run."""
+    script = importlib.import_module("ppo")
+    seconds = itertools.count(0, 10)  # ten from one look at the clock to the next
+    monkeypatch.setattr(script.time, "perf_counter", lambda: float(next(seconds)))
+    script.train(small_args(script))
+    lines = re.findall(r"^([\d,]+) steps, [\d,.]+ steps/s, (\S+) left", capsys.readouterr().out, re.MULTILINE)
+    assert [steps for steps, _ in lines] == ["32", "64", "96", "128"]
+    times = [left for _, left in lines]
+    assert times[-1] == "0:00:00"
+    assert times == sorted(set(times), reverse=True)
+
+
+def shown_in_a_terminal(name: str, *argv: str) -> str:
+    """What a script shows a person at a terminal, its table of arguments left out."""
     primary, secondary = os.openpty()
     termios.tcsetwinsize(secondary, (24, 120))
-    command = [sys.executable, str(ROOT / f"{script.__name__}.py"), *small_flags(script)]
+    command = [sys.executable, str(ROOT / f"{name}.py"), *argv]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=secondary) as process:
         os.close(secondary)
         shown = b""
@@ -289,8 +302,21 @@ def test_progress_bar_in_a_terminal(script):
             pass
     os.close(primary)
     assert process.returncode == 0
-    total = SMALL[script.__name__]["total_timesteps"]
-    assert f"{total}/{total}" in shown.decode()
-    assert "steps" in shown.decode()
+    return shown.decode()
+
+
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_progress_bar_in_a_terminal(script):
+    """Catches: a bar that shows other steps than were taken, or none at all to a person at a terminal."""
+    name = script.__name__
+    shown = shown_in_a_terminal(name, *small_flags(script))
+    total = SMALL[name]["total_timesteps"]
+    assert f" 0/{total}" in shown
+    assert f"{total}/{total}" in shown
+    assert "steps" in shown
     (run_dir,) = Path("runs").iterdir()
-    assert progress(run_dir) in shown.decode()
+    assert progress(run_dir) in shown
+    shown = shown_in_a_terminal(name, "--resume", str(run_dir), "--total-timesteps", str(2 * total))
+    assert f" 0/{2 * total}" not in shown
+    assert f"{total}/{2 * total}" in shown
+    assert f"{2 * total}/{2 * total}" in shown

@@ -147,6 +147,36 @@ def test_recorded_games_are_the_same(atari_script, without_noops, tmp_path, env_
 
 
 @pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
+def test_recorded_games_take_what_games_take(atari_script, tmp_path):
+    """Catches: an evaluation with video whose games are longer, or others, than those of training."""
+    args = small_args(atari_script, env_kwargs='{"max_num_frames_per_episode": 100}')
+    ends = []
+    for video_dir in (None, tmp_path):
+        with contextlib.closing(atari_script.make_envs(args, 1, video_dir)) as envs:
+            envs.reset(seed=[1])
+            ends.append(next(step for step in range(60) if envs.step(np.zeros(1, np.int64))[3][0]))
+    assert abs(ends[0] - ends[1]) <= 8  # no-ops are frames, too
+
+
+def test_a_game_that_goes_on_without_lives_loses_none(atari_script):
+    """Catches: Q*bert's end counted twice: it has 0 lives for some frames before its game is over."""
+
+    class Games(gym.vector.VectorEnv):
+        num_envs, lives = 1, iter([2, 1, 0, 0, 3])
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(1), dict(lives=np.array([next(self.lives)]))
+
+        def step(self, actions):
+            lives = next(self.lives)
+            return np.zeros(1), np.zeros(1), np.array([lives == 3]), np.zeros(1, bool), dict(lives=np.array([lives]))
+
+    envs = atari_script.AtariLives(Games(), None)
+    envs.reset()
+    assert [bool(envs.step(np.zeros(1))[2][0]) for _ in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
 @pytest.mark.parametrize("env_id", GAMES)
 def test_several_games_do_not_mix(atari_script, env_id):
     """Catches: lives or FIRE of one game that act on another, and a result that depends on the threads."""

@@ -1,6 +1,6 @@
 """ppo_continuous_action.py: the Gaussian policy, the running statistics, and what the env and the learner are given."""
 
-import contextlib
+import itertools
 
 import gymnasium as gym
 import numpy as np
@@ -97,6 +97,30 @@ def test_rewards_are_scaled_by_the_std_of_the_discounted_return(monkeypatch):
     assert {value for _, value in read_scalars(run_dir)["charts/episodic_return"]} == {500.0}
 
 
+def test_the_return_filter_goes_on_from_rollout_to_rollout(monkeypatch):
+    """Catches: discounted sums that begin anew in each rollout, so that rewards are scaled up in long episodes."""
+    calls, original = [], script.discount_forward
+
+    def spy(rewards, dones, start, gamma):
+        result = original(rewards, dones, start, gamma)
+        calls.append((start.copy(), result[1].copy()))
+        return result
+
+    monkeypatch.setattr(script, "discount_forward", spy)
+    script.train(small_args(script))
+    assert len(calls) == 4
+    for (_, end), (start, _) in itertools.pairwise(calls):
+        assert end.all()
+        np.testing.assert_array_equal(start, end)
+
+
+def test_scaled_rewards_are_clipped():
+    """Catches: a first reward that is divided by the spread of almost nothing."""
+    norm = script.RunningNorm(())
+    norm.update(torch.tensor([1.0, 3.0]))
+    assert norm.scale(torch.tensor([1e6, -1e6])).tolist() == [10.0, -10.0]
+
+
 @pytest.mark.parametrize(("option", "buffer"), [("norm_obs", "obs_norm"), ("norm_reward", "return_norm")])
 def test_normalisation_can_be_off(option, buffer):
     """Catches: a switch that does nothing."""
@@ -112,6 +136,11 @@ def test_statistics_are_frozen_in_evaluation_and_saved_with_the_agent():
     args = small_args(script)
     run_dir = script.train(args)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
+    init, agents = script.Agent.__init__, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
+        script.evaluate(run_dir / "checkpoint.pt", 2)
+    assert all(torch.equal(value, state[name]) for name, value in agents[0].state_dict().items())
     assert state["obs_norm.count"] > 0
     agent = script.Agent(script.make_envs(args, 1), args)
     script.load_checkpoint(run_dir / "checkpoint.pt", agent)
@@ -202,10 +231,3 @@ def test_a_discrete_env_is_refused(launcher):
     result = launcher.run("ppo_continuous_action", "--env-id", "CartPole-v1")
     assert result.returncode == 2
     assert "use ppo.py" in result.stderr
-
-
-def test_the_agent_sees_the_bounds_of_actions():
-    """Catches: a policy that is scaled to bounds that a wrapper made infinite."""
-    with contextlib.closing(script.make_envs(small_args(script), 2)) as envs:
-        assert envs.single_action_space.low == -2
-        assert envs.single_action_space.high == 2

@@ -111,7 +111,7 @@ def test_deterministic_takes_the_most_likely_action(script, checkpoint, monkeypa
 @pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_evaluations_during_training_are_logged(script):
     """Catches: an evaluation of another agent than the one at that step, at other steps, or not of its return."""
-    args = small_args(script, checkpoint_every=2, eval_every=2, eval_episodes=2)
+    args = small_args(script, checkpoint_every=1, eval_every=2, eval_episodes=2)
     run_dir = script.train(args)
     points = read_scalars(run_dir)["eval/episodic_return"]
     assert [step for step, _ in points] == [2 * args.batch_size, 4 * args.batch_size]

@@ -24,7 +24,7 @@ OTHER_ENVS = {
 }
 TOO_LATE = {
     "ppo_continuous_action": [["--no-norm-obs"], ["--log-std-init", "-1"]],
-    "ppo_lstm": [["--log-std-init", "-1"]],
+    "ppo_lstm": [["--log-std-init", "-1"], ["--mask-velocity", "False"]],
 }
 UNHEEDED = {name: [["--hidden-size", "24"]] for name in ("ppo_lstm", "ppo_atari_lstm")}
 
@@ -266,3 +266,11 @@ def test_patience_counts_steps():
     smaller = dict(num_steps=4, seq_len=4, total_timesteps=1024, patience=14)
     script.train(small_args(script, resume=str(run_dir), **options | smaller))
     assert load(run_dir)["global_step"] == 288 + 14 * batch_size
+
+
+def test_recent_are_the_last_hundred_episodes():
+    """Catches: a mean over the whole run, or over a few episodes."""
+    script = importlib.import_module("ppo")
+    state = load(script.train(small_args(script, env_id="probe_envs:ThreeSteps-v0", total_timesteps=640)))
+    assert len(state["recent_returns"]) == 100
+    assert state["recent_lengths"] == [3] * 100

@@ -131,3 +131,17 @@ def test_train_works_off_the_main_thread(script):
     assert not isinstance(run_dir, BaseException), run_dir
     assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 4
     assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+@pytest.mark.parametrize("script", ["ppo"], indirect=True)
+def test_float32_is_float32(script, monkeypatch):
+    """Catches: TF32 in cuDNN, its default, with which the policy of the update is not that of the rollout."""
+    seen, compute_gae = [], script.compute_gae
+
+    def spy(*given):
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic))
+        return compute_gae(*given)
+
+    monkeypatch.setattr(script, "compute_gae", spy)
+    script.train(small_args(script))
+    assert set(seen) == {(False, True)}

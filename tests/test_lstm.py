@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 
 import gymnasium as gym
 import numpy as np
@@ -165,6 +166,56 @@ def test_the_final_observation_is_valued_with_the_state_that_led_to_it(monkeypat
     assert abs(values[0] - values[1]) > 1e-4, "the state makes a difference"
 
 
+@pytest.fixture
+def acts(recurrent, monkeypatch):
+    """(state given, starts, state returned) of each call of the policy for one step."""
+    calls, original = [], recurrent.Agent.get_action_and_value
+
+    def spy(agent, obs, state, starts, *rest, **options):
+        result = original(agent, obs, state, starts, *rest, **options)
+        if starts.dim() == 1:
+            calls.append((state.clone(), starts.clone(), result[-1].clone()))
+        return result
+
+    monkeypatch.setattr(recurrent.Agent, "get_action_and_value", spy)
+    return calls
+
+
+def goes_on(acts) -> bool:
+    """Whether each step was given the state that the one before it returned."""
+    return all(torch.equal(given, after) for (_, _, after), (given, _, _) in itertools.pairwise(acts))
+
+
+def test_the_state_goes_on(recurrent, acts):
+    """Catches: a memory that is lost between two rollouts, or in evaluation; one that a restart of the envs keeps."""
+    args = small_args(recurrent, exact_resume=True, checkpoint_every=2)
+    run_dir = recurrent.train(args)
+    assert len(acts) == args.num_iterations * args.num_steps
+    assert goes_on(acts)
+    assert {0, 2 * args.num_steps} <= {step for step, (_, starts, _) in enumerate(acts) if starts.all()}
+    acts.clear()
+    recurrent.evaluate(run_dir / "checkpoint.pt", 1)
+    assert len(acts) > 3
+    assert goes_on(acts)
+
+
+def test_last_observations_are_valued_with_the_state_after_the_step(recurrent, acts, monkeypatch):
+    """Catches: a bootstrap, at a truncation or at the rollout's end, from a state of zeros or from an older one."""
+    seen, original = [], recurrent.Agent.get_value
+
+    def spy(agent, obs, state, starts):
+        seen.append(all(any(torch.equal(row, after) for after in acts[-1][2]) for row in state))
+        return original(agent, obs, state, starts)
+
+    monkeypatch.setattr(recurrent.Agent, "get_value", spy)
+    vectors = recurrent is ppo_lstm
+    changes = dict(env_id="Cut-v0") if vectors else dict(num_steps=104, total_timesteps=208, update_epochs=1)
+    args = small_args(recurrent, **changes)
+    recurrent.train(args)
+    assert len(seen) > args.num_iterations, "some episodes were truncated"
+    assert all(seen)
+
+
 def test_memory_is_needed_and_there():
     """Catches: a memory that does not learn; a probe that needs none."""
     settings = dict(env_id="Cue-v0", num_envs=8, num_steps=40, learning_rate=3e-3, gamma=0.9, ent_coef=0.003)
@@ -191,6 +242,29 @@ def test_velocities_are_hidden_where_they_are_known(launcher):
     result = launcher.run("ppo_lstm", "--env-id", "Acrobot-v1", "--mask-velocity", "True")
     assert result.returncode == 2
     assert "leave --mask-velocity out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("env_id", "hidden"),
+    [
+        ("MountainCar-v0", [1]),
+        ("MountainCarContinuous-v0", [1]),
+        ("Pendulum-v1", [2]),
+        ("LunarLander-v3", [2, 3, 5]),
+        ("LunarLanderContinuous-v3", [2, 3, 5]),
+    ],
+)
+def test_hidden_are_the_velocities(env_id, hidden):
+    """Catches: a table that hides a position, or shows a velocity."""
+    seen = []
+    for mask in (None, False):
+        envs = ppo_lstm.make_envs(ppo_lstm.Args(env_id=env_id, mask_velocity=mask), 1)
+        envs.reset(seed=[1])
+        envs.action_space.seed(0)
+        seen.append(envs.step(envs.action_space.sample())[0][0])
+        envs.close()
+    assert np.flatnonzero(seen[0] != seen[1]).tolist() == hidden
+    assert not seen[0][hidden].any()
 
 
 def test_an_env_of_the_same_name_is_shown_whole():
@@ -223,7 +297,10 @@ def test_the_critic_has_a_learning_rate_of_its_own():
     moved = {name for name, value in agent.state_dict().items() if not torch.allclose(value, state["agent"][name])}
     assert {name for name in moved if name.startswith(("critic", "memory.lstms.1"))} == set()
     assert {name.split(".")[0] for name in moved} == {"actor", "memory"}
-    assert sum(len(group["params"]) for group in state["optimizer"]["param_groups"]) == len(list(agent.parameters()))
+    groups = state["optimizer"]["param_groups"]
+    assert sum(len(group["params"]) for group in groups) == len(list(agent.parameters()))
+    last = 1 / args.num_iterations  # both fall linearly
+    assert [float(group["lr"]) for group in groups] == pytest.approx([1e-2 * last, 1e-12 * last])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -261,12 +338,16 @@ def test_bfloat16_is_for_sequences_only():
         assert (a - b).norm() < 0.03 * a.norm()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_bfloat16_is_used_where_the_hardware_has_it(there, monkeypatch):
-    """Catches: an emulated half precision, many times slower; a run whose arguments do not say how it was computed."""
-    init, agents = ppo_lstm.Agent.__init__, []
-    monkeypatch.setattr(ppo_lstm, "has_bf16", lambda device: there)
-    monkeypatch.setattr(ppo_lstm.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
-    run_dir = ppo_lstm.train(small_args(ppo_lstm, bf16=True))
-    assert agents[0].bf16 == there
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["bf16"] == there
+def test_log_probability_and_entropy_of_any_shape():
+    """Catches: a mean over the components in place of a sum, or an entropy that falls with the standard deviation."""
+    args = small_args(ppo_lstm, env_id="test_spaces:WideBox-v0")
+    torch.manual_seed(0)
+    agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 4), args)
+    agent.actor_logstd.data.uniform_(-1, 1)
+    given = torch.randn(4, 3), agent.memory.initial_state(4), torch.ones(4)
+    mean, *_ = agent.get_action_and_value(*given, deterministic=True)
+    action, logprob, entropy, *_ = agent.get_action_and_value(*given)
+    assert action.shape == (4, 2, 3)
+    policy = torch.distributions.Independent(torch.distributions.Normal(mean, agent.actor_logstd.exp()), 2)
+    torch.testing.assert_close(logprob, policy.log_prob(action))
+    torch.testing.assert_close(entropy, policy.entropy())

@@ -118,3 +118,15 @@ def test_a_clock_that_is_set_back(script, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: begun - next(moments))
     scalars = read_scalars(script.train(small_args(script)))
     assert all(speed > 0 for _, speed in scalars["charts/SPS"])
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("script", ["ppo_lstm", "ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"], indirect=True)
+def test_bfloat16_is_used_where_the_hardware_has_it(script, there, monkeypatch):
+    """Catches: an emulated half precision, many times slower; a run whose arguments do not say how it was computed."""
+    init, agents = script.Agent.__init__, []
+    monkeypatch.setattr(script, "has_bf16", lambda device: there)
+    monkeypatch.setattr(script.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
+    run_dir = script.train(small_args(script, bf16=True))
+    assert agents[0].bf16 == there
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["bf16"] == there

@@ -1,6 +1,8 @@
 # ruff: noqa: PT018, RUF059
 """The MicroRTS env against plays recorded from the original gym_microrts 0.3.2, and against the Java game itself."""
 
+import contextlib
+import importlib.util
 import re
 import signal
 import subprocess
@@ -251,6 +253,62 @@ def test_every_env_plays():
         top = env.encode(np.full((2, 5, env.side, env.side), 99))
         assert (np.flatnonzero(top[1, 0, 0]) == [4, 9, 12, 20, 26]).all()
         env.close()
+
+
+OPPONENTS = dict(
+    passiveAI="PassiveAI",
+    randomAI="RandomBiasedSingleUnitAI",
+    randomBiasedAI="RandomBiasedAI",
+    workerRushAI="abstraction.WorkerRush",
+    lightRushAI="abstraction.LightRush",
+    coacAI="coac.CoacAI",
+    naiveMCTSAI="mcts.naivemcts.NaiveMCTS",
+)
+
+
+class Names:
+    """What the package's tables take from its other modules: each name stands for itself."""
+
+    def __getattr__(self, name):
+        return name
+
+
+def original_tables():
+    """The rows of the tables of gym_microrts, read without what they import."""
+    package = Path(importlib.util.find_spec("gym_microrts").origin).parent
+    for version in (1, 2, 3, 4):
+        text = re.sub(r"^from \..*$", "", (package / f"v{version}.py").read_text(), flags=re.MULTILINE)
+        names = dict(microrts_ai=Names(), Config=dict)
+        exec(text, names)
+        yield from names["envs"]
+
+
+def test_tables_are_those_of_the_package():
+    """Catches: a weight, an opponent, a limit, a map, a side or a frame skip that is not the original's."""
+    found = set()
+    for row in original_tables():
+        env_id, given = row["id"], row["kwargs"]
+        if env_id not in MICRORTS:
+            continue
+        opponent, weights, limit = MICRORTS[env_id]
+        assert (opponent, limit) == (OPPONENTS[given["ai2"]], row["max_episode_steps"]), env_id
+        assert given.get("reward_weight", np.array(weights)).tolist() == list(weights), env_id
+        with contextlib.closing(MicroRTSVectorEnv(env_id, 1)) as env:
+            obs, _ = env.reset(seed=0)
+            assert env.frame_skip == given["frame_skip"], env_id
+            assert env.random_side == given.get("randomize_starting_location", False), env_id
+            assert f"{env.side}x{env.side}" in given["map_path"], env_id
+        workers = (obs[..., 17] & obs[..., 11]).sum()
+        assert workers == (2 if "Two" in given["map_path"] else 1), env_id
+        found.add(env_id)
+    assert found == MICRORTS.keys()
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_masks_can_be_off(wanted):
+    """Catches: --mask-actions False that is ignored."""
+    with contextlib.closing(script.make_envs(script.Args(env_id="MicrortsMining-v1", mask_actions=wanted), 2)) as envs:
+        assert script.Agent(envs, script.Args()).envs_tell == (wanted is not False)
 
 
 def test_episode_statistics_and_render():

@@ -27,7 +27,7 @@ def in_process(rank: int, test, *args) -> None:
     """One of the processes that `together` starts."""
     torch.set_num_threads(1)
     store = f"file://{Path('store').absolute()}"
-    dist.init_process_group("gloo", store, timeout=timedelta(seconds=300), rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", store, timeout=timedelta(seconds=100), rank=rank, world_size=SIZE)
     test(rank, *args)
     dist.destroy_process_group()
 
@@ -142,6 +142,43 @@ def test_compiled_processes_train_as_eager_ones():
     for key, value in eager["parameters"].items():
         assert torch.equal(first["parameters"][key], second["parameters"][key])
         torch.testing.assert_close(first["parameters"][key], value, rtol=1e-4, atol=1e-5)
+
+
+def update_until_kl(rank: int) -> None:
+    """Train with a KL that is 0 here and 1 there; write how many minibatches that took to rank{rank}.pt."""
+    script = importlib.import_module("ppo")
+    ppo_loss, calls = script.ppo_loss, []
+
+    def loss_with_kl(*given):
+        loss, stats = ppo_loss(*given)
+        calls.append(rank)
+        return loss, stats | dict(approx_kl=torch.tensor(float(rank)))
+
+    script.ppo_loss = loss_with_kl
+    script.train(small_args(script, target_kl=0.4))
+    torch.save(len(calls), f"rank{rank}.pt")
+
+
+def test_processes_stop_at_the_same_epoch():
+    """Catches: a process that goes on alone, and waits for ever, for its own part of the batch changed less."""
+    together(update_until_kl)
+    args = small_args(importlib.import_module("ppo"))
+    assert told() == [args.num_iterations * args.num_minibatches] * SIZE
+
+
+def test_processes_wait_for_an_evaluation(monkeypatch):
+    """Catches: processes that give up after half an hour, while the first one plays its episodes."""
+    script, joined = importlib.import_module("ppo"), []
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append((backend, timeout)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(script.atexit, "register", lambda function: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    script.join_processes(script.Args(cuda=False))
+    ((backend, timeout),) = joined
+    assert backend == "gloo"
+    assert timeout >= timedelta(hours=12)
 
 
 def test_processes_share_no_random_stream():

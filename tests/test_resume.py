@@ -1,5 +1,6 @@
 """--resume: a run goes on where its checkpoint was, as planned; with --exact-resume as if it had never stopped."""
 
+import itertools
 import random
 import shutil
 import signal
@@ -268,3 +269,19 @@ def test_kill_9_at_random_moments(script, launcher):
     process = launcher.run(script.__name__, *argv)
     assert process.returncode == 0, process.stderr
     assert_same_end(run_dir, plain)
+
+
+@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
+def test_speed_and_evaluations_after_a_resume_are_its_own(script, monkeypatch):
+    """Catches: a speed that counts the steps before the resume; an evaluation that each resume plays again."""
+    played, evaluate = [], script.evaluate
+    monkeypatch.setattr(script, "evaluate", lambda *given: (played.append(given), evaluate(*given))[1])
+    args = small_args(script, checkpoint_every=2, eval_every=2, eval_episodes=1)
+    run_dir = script.train(args)
+    assert len(played) == 2
+    seconds = itertools.count()
+    monkeypatch.setattr(script.time, "perf_counter", lambda: float(next(seconds)))
+    script.train(script.Args(resume=str(run_dir), total_timesteps=2 * args.total_timesteps))
+    assert len(played) == 4
+    assert 0 < read_scalars(run_dir)["charts/SPS"][4][1] <= args.batch_size
+    assert (run_dir / "command.txt").read_text().count("git commit") == 2

@@ -1,5 +1,6 @@
 """Which spaces a script takes, whatever their dtype; and which columns of the observations it hides."""
 
+import contextlib
 import importlib
 import os
 
@@ -8,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, flags, small_args
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 REFUSED = {"Int32Box": Box(0, 5, (2,), np.int32), "ScalarBox": Box(-1, 1, (), np.float32)}
 UINT8 = {"Uint8Discrete": Discrete(3, dtype=np.uint8)}
 FLOATS = {"Float16Box": Box(-1, 1, (2,), np.float16), "Float64Box": Box(-1, 1, (2,), np.float64)}
+
+WIDE = {"WideBox": Box(-0.1, 0.1, (2, 3), np.float32)}
+SHIFTED = {
+    "ppo": ("ShiftedDiscrete", Discrete(2, start=5)),
+    "ppo_lstm": ("ShiftedDiscrete", Discrete(2, start=5)),
+    "ppo_multidiscrete": ("ShiftedMultiDiscrete", MultiDiscrete([2, 3], start=[5, 7])),
+}
 
 
 class Walk(gym.Env):
@@ -34,7 +42,7 @@ class Walk(gym.Env):
         return self.np_random.normal(size=3).astype(np.float32), float(np.sum(action)), self.steps == 5, False, {}
 
 
-for name, space in (REFUSED | FLOATS | UINT8).items():
+for name, space in (REFUSED | FLOATS | UINT8 | WIDE | dict(SHIFTED.values())).items():
     gym.register(f"{name}-v0", entry_point=Walk, kwargs=dict(action_space=space))
 
 
@@ -94,3 +102,18 @@ def test_an_id_without_version_hides_the_velocities():
     seen = np.concatenate(seen)
     assert (seen[:, [1, 3]] == 0).all()
     assert (seen[:, [0, 2]] != 0).all()
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_actions_count_from_the_start_of_their_space(name):
+    """Catches: an env that is given actions that it does not have."""
+    script, (space, _) = importlib.import_module(name), SHIFTED[name]
+    script.train(small_args(script, env_id=f"{space}-v0"))  # the env refuses any other action
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lstm"])
+def test_the_agent_sees_the_bounds_of_actions(name):
+    """Catches: a policy that is scaled to bounds that a wrapper made infinite."""
+    script = importlib.import_module(name)
+    with contextlib.closing(script.make_envs(small_args(script, env_id="WideBox-v0"), 2)) as envs:
+        assert envs.single_action_space == WIDE["WideBox"]

@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,3 +116,23 @@ def test_a_run_that_fails_is_closed_as_failed(script, monkeypatch):
     seeds = {contents(path)[0]["seed"]: path for path in files}
     codes = {seed: [r.exit.exit_code for r in records(path) if r.HasField("exit")] for seed, path in seeds.items()}
     assert codes == {1: [1], 2: [0]}
+
+
+@pytest.mark.parametrize("script", ["ppo"], indirect=True)
+def test_a_resumed_run_goes_on_in_wandb(script, monkeypatch):
+    """Catches: a second run in wandb for each resume; another project or team; films that are sent again."""
+    calls, logged = [], []
+    run = SimpleNamespace(id="abc", define_metric=lambda *_, **__: None, log_code=lambda _: None, log=logged.append)
+    monkeypatch.setattr(wandb, "init", lambda **given: (calls.append(given), run)[1])
+    monkeypatch.setattr(wandb, "Video", lambda path: path)
+    options = dict(track=True, wandb_project_name="mine", wandb_entity="us", wandb_tags="a b")
+    options |= dict(checkpoint_every=2, eval_every=2, eval_episodes=1, capture_video=True)
+    run_dir = script.train(small_args(script, **options))
+    script.train(script.Args(resume=str(run_dir), total_timesteps=192))
+    assert [(call["id"], call["resume"]) for call in calls] == [(None, "allow"), ("abc", "allow")]
+    for call in calls:
+        assert (call["project"], call["entity"], call["name"]) == ("mine", "us", run_dir.name)
+        assert call["tags"] == ["a", "b"]
+    assert [row["global_step"] for row in logged] == [64, 128, 192]
+    for row in logged:
+        assert [f"step_{row['global_step']}/" in film for film in row["eval/videos"]] == [True]
