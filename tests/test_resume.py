@@ -167,8 +167,8 @@ def test_a_resume_with_another_batch_ends_within_the_total(script):
     num_steps = 3 * args.num_steps  # 128 steps done are not a multiple of the new batch
     changes = dict(num_steps=num_steps, num_minibatches=args.num_minibatches)
     batch_size = num_steps * args.num_envs
-    assert args.total_timesteps % batch_size
-    for total in (args.total_timesteps, args.total_timesteps + 3 * batch_size):  # no step more; three iterations
+    assert batch_size < args.total_timesteps < 2 * batch_size
+    for total in (2 * batch_size, args.total_timesteps + 3 * batch_size):  # no iteration fits in; three do
         before = load(run_dir)["global_step"]
         script.train(script.Args(resume=str(run_dir), total_timesteps=total, **changes))
         done = load(run_dir)["global_step"] - before
