@@ -360,7 +360,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     loss.backward()
     average_gradients(agent)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
-    return stats | dict(grad_norm=grad_norm)
+    return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
 
 def train(args: Args) -> Path:
