@@ -61,13 +61,13 @@ def test_running_moments_are_those_of_the_whole_stream():
 
 
 def test_normalised_observations_are_clipped():
-    """Catches: clipping before normalising, or not at all."""
+    """Catches: clipping before normalising, or not at all; the variance in place of its root."""
     norm = script.RunningNorm((1,))
     x = torch.tensor([[1e6], [-1e6]])
     assert torch.equal(norm(x), x), "nothing seen: the identity"
-    norm.update(torch.tensor([[1.0], [3.0]]))
+    norm.update(torch.tensor([[1.0], [5.0]]))  # mean 3, standard deviation 2
     assert norm(x).flatten().tolist() == [10.0, -10.0]
-    assert norm(torch.tensor([[3.0]])).item() == pytest.approx(1.0)
+    assert norm(torch.tensor([[4.0], [1.0]])).flatten().tolist() == pytest.approx([0.5, -1.0])
 
 
 def test_the_return_filter():
@@ -117,8 +117,8 @@ def test_the_return_filter_goes_on_from_rollout_to_rollout(monkeypatch):
 def test_scaled_rewards_are_clipped():
     """Catches: a first reward that is divided by the spread of almost nothing."""
     norm = script.RunningNorm(())
-    norm.update(torch.tensor([1.0, 3.0]))
-    assert norm.scale(torch.tensor([1e6, -1e6])).tolist() == [10.0, -10.0]
+    norm.update(torch.tensor([1.0, 5.0]))
+    assert norm.scale(torch.tensor([1e6, -1e6, 3.0])).tolist() == pytest.approx([10.0, -10.0, 1.5])
 
 
 @pytest.mark.parametrize(("option", "buffer"), [("norm_obs", "obs_norm"), ("norm_reward", "return_norm")])

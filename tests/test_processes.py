@@ -105,7 +105,8 @@ def test_two_processes_train_as_one(name, monkeypatch):
     assert first["run_dir"] == second["run_dir"]
     ours, theirs = read_scalars(Path(first["run_dir"])), read_scalars(alone)
     assert ours.keys() == theirs.keys()
-    for tag in ("charts/episodic_return", "losses/value_loss", "losses/approx_kl", "losses/entropy"):
+    losses = (f"losses/{name}" for name in ("value_loss", "approx_kl", "entropy", "explained_variance", "grad_norm"))
+    for tag in ("charts/episodic_return", *losses):
         if tag in ours:  # no game of Atari ends so soon
             np.testing.assert_allclose(ours[tag], theirs[tag], rtol=1e-3, atol=1e-4)
     checkpoint = torch.load(Path(first["run_dir"]) / "checkpoint.pt", weights_only=True)
