@@ -16,7 +16,7 @@ With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` each of two processes has h
 You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "torch==2.13.0",
 #   "gymnasium==1.4.0",

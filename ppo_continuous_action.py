@@ -15,7 +15,7 @@ With `torchrun --nproc-per-node 2 ppo_continuous_action.py --num-envs 2` each of
 You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "torch==2.13.0",
 #   "gymnasium[box2d,classic-control,mujoco]==1.4.0",

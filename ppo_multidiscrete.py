@@ -17,7 +17,7 @@ You may stop reading at the line "MicroRTS as a vector env": what follows is tha
 which is the same in every script.
 """
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "torch==2.13.0",
 #   "gymnasium[box2d,classic-control,mujoco]==1.4.0",
