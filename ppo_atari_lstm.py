@@ -522,6 +522,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -539,8 +540,11 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo and pygame then render without a screen
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame and MuJoCo then render without a screen
+    for opengl in ("libOpenGL.so.0", "libGL.so.1"):  # without one of them and EGL, MuJoCo trains, but cannot be filmed
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libEGL.so.1"), ctypes.CDLL(opengl)
+            os.environ.setdefault("MUJOCO_GL", "egl")
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
@@ -806,7 +810,9 @@ def try_camera(args: Args) -> None:
         with tempfile.TemporaryDirectory() as name, contextlib.closing(make_envs(args, 1, Path(name, "film"))) as envs:
             envs.reset(seed=[0])
     except Exception as error:  # whatever an env, a renderer or an encoder may raise
-        raise UserError(f"--capture-video cannot film {args.env_id}: {str(error) or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        hint = "on a bare Linux: apt install libegl1 libopengl0 fontconfig"
+        raise UserError(f"--capture-video cannot film {args.env_id}: {reason} ({hint})") from None
 
 
 def say(text: str) -> None:
@@ -1133,6 +1139,8 @@ class Run(contextlib.ExitStack):
         whole = self.processes == 1  # loss.backward() is part of the graph, unless gradients are averaged after it
         self.enter_context(torch._dynamo.config.patch(trace_autograd_ops=whole))
         if self.device.type == "cpu":
+            if not shutil.which(compiler := os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+                raise UserError(f"--compile needs {compiler}, a C++ compiler: install it, or set CXX to another")
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
         graph = torch.compile(function, options=options, dynamic=False)
@@ -1260,6 +1268,8 @@ def main() -> None:
     """Do what the command line asks for."""
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
     args = parse_args()
+    if not args.cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that torch's Adam sees, it asks at each step
     if not args.evaluate:
         join_processes(args)
         train(args)

@@ -100,6 +100,8 @@ class StandIn(TorchFunctionMode):
 def stand_in(monkeypatch):
     """Have the scripts find a GPU; yields the list of transfers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)  # Adam's step asks it for a stream
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: state.clone())

@@ -360,15 +360,22 @@ def test_a_folder_that_cannot_be_made(script, launcher):
 
 def test_without_cuda_no_gpu_is_touched(script, monkeypatch):
     """Catches: --no-cuda that takes memory of a GPU all the same, or fails for one that is full."""
-
-    def touch(*_):
-        raise AssertionError("a GPU was touched")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
-        monkeypatch.setattr(torch.cuda, name, touch)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"a GPU was touched by {name}"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)  # as on the command line, see below
     run_dir = script.train(small_args(script, cuda=False))
     script.train(script.Args(resume=str(run_dir), total_timesteps=2 * small_args(script).total_timesteps, cuda=False))
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_without_cuda_no_gpu_is_seen(launcher, script, cuda):
+    """Catches: --no-cuda, and a GPU that Adam asks at each step whether it records a graph."""
+    name = "CUDA_VISIBLE_DEVICES"
+    code = f"import atexit, os; os.environ[{name!r}] = '5'; atexit.register(lambda: print(os.environ[{name!r}]))"
+    process = launcher.run(script.__name__, *flags(**SMALL[script.__name__] | dict(cuda=cuda)), code=code)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith("\n5\n" if cuda else "\n\n")
 
 
 def test_what_is_kept_goes_on(script, monkeypatch):

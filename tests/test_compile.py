@@ -2,6 +2,7 @@
 would make of them is not this project's, and no machine that tests needs one."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -49,3 +50,11 @@ def test_compiled_equals_eager(script, graphs):
         torch.testing.assert_close(
             compiled[name], parameter, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_a_compiler_that_is_not_there(script, monkeypatch):
+    """Catches: a traceback after the first rollout, where a container has no C++ compiler."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(script.UserError, match="no-such-compiler"):
+        script.train(small_args(script, compile=True))
+    assert os.listdir() == []

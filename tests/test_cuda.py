@@ -167,6 +167,15 @@ def test_the_command_line(name, tmp_path):
     assert "evaluation: mean return" in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_cuda_no_gpu_is_touched(name, launcher):
+    """Catches: --no-cuda that takes memory of a GPU all the same, as Adam's step does, or fails for a full one."""
+    code = "import atexit, torch; atexit.register(lambda: print('touched:', torch.cuda.is_initialized()))"
+    process = launcher.run(name, *flags(**SMALL[name] | dict(cuda=False)), code=code)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith("touched: False\n")
+
+
 def test_no_wait_in_an_update(script, monkeypatch):
     """Catches: what stops the Python that runs ahead of the GPU, in the loop over the minibatches."""
     compute_gradients, variance = script.compute_gradients, script.variance

@@ -97,14 +97,34 @@ def test_a_run_takes_its_share(script, share, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have a screen, or their own ways")
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "egl dummy"), ({"DISPLAY": ":0"}, "None None"), ({"MUJOCO_GL": "osmesa"}, "osmesa dummy")],
+    ("given", "libraries", "expected"),
+    [
+        ({}, "libEGL.so.1 libOpenGL.so.0", "egl dummy"),
+        ({}, "libEGL.so.1 libGL.so.1", "egl dummy"),
+        ({}, "libEGL.so.1", "None dummy"),
+        ({}, "libGL.so.1", "None dummy"),
+        ({"DISPLAY": ":0"}, "libEGL.so.1 libGL.so.1", "None None"),
+        ({"MUJOCO_GL": "osmesa"}, "libEGL.so.1 libGL.so.1", "osmesa dummy"),
+    ],
 )
-def test_without_a_screen_videos_are_drawn_all_the_same(given, expected):
-    """Catches: ten hours of training that end at `an OpenGL platform library has not been loaded`."""
+def test_without_a_screen_videos_are_drawn_all_the_same(given, libraries, expected):
+    """Catches: ten hours of training that end at `an OpenGL platform library has not been loaded`; none without it."""
     names = {"DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL", "SDL_VIDEODRIVER"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | given
-    command = "import os, ppo; print(os.environ.get('MUJOCO_GL'), os.environ.get('SDL_VIDEODRIVER'))"
+    command = f"""
+import ctypes, os
+class Library(ctypes.CDLL):
+    def __init__(self, name, *args, **kwargs):
+        known = str(name).startswith(("libEGL", "libOpenGL", "libGL"))
+        if known and name not in {libraries.split()}:
+            raise OSError(name)
+        super().__init__(None if known else name, *args, **kwargs)
+ctypes.CDLL = Library
+import ppo
+print(os.environ.get("MUJOCO_GL"), os.environ.get("SDL_VIDEODRIVER"))
+if os.environ.get("MUJOCO_GL") is None:
+    import mujoco
+"""
     result = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
