@@ -305,10 +305,12 @@ def test_the_critic_has_a_learning_rate_of_its_own():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_box_actions_and_layers(shared):
-    """Catches: an option that only works with the defaults of the others."""
+    """Catches: an option that does nothing, or only works with the defaults of the others."""
     options = dict(env_id="Pendulum-v1", shared_lstm=shared, num_layers=2, log_std_init=-1.0, learn_log_std=False)
     run_dir = ppo_lstm.train(small_args(ppo_lstm, **options))
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["actor_logstd"].tolist() == [-1.0]
+    agent = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
+    assert agent["actor_logstd"].tolist() == [-1.0]
+    assert sum(name.endswith("weight_hh_l0") for name in agent) == (1 if shared else 2)
     assert len(ppo_lstm.evaluate(run_dir / "checkpoint.pt", 2)) == 2
 
 

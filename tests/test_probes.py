@@ -1,9 +1,10 @@
 """What train learns on envs whose answer is known, and that it learns from real transitions only."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import PROBED, probe_args, read_scalars
+from conftest import PROBED, probe_args, read_scalars, small_args
 from probe_envs import Logged
 
 FAST = dict(
@@ -177,3 +178,47 @@ def test_what_is_learnt_from_is_what_happened(probed_script, monkeypatch):
                 assert (terminations[t, n], dones[t, n]) == (terminated, terminated or truncated)
                 if t + 1 < args.num_steps and not dones[t, n]:
                     assert next_values[t, n] == values[t + 1, n]
+
+
+@pytest.mark.parametrize("script", ["ppo_lstm", "ppo_atari", "ppo_atari_lstm"], indirect=True)
+def test_what_is_learnt_from_is_what_the_envs_gave(script, monkeypatch):
+    """Catches: an end that does not stop the recursion, and a minibatch whose rows are of several steps. (That its
+    observations, actions and memory belong together, the ratio says, which is 1 at first.)"""
+    make_envs, compute_gae, compute_gradients = script.make_envs, script.compute_gae, script.compute_gradients
+    steps, rollouts, minibatches = [], [], []
+
+    class Logging(gym.vector.VectorWrapper):
+        def step(self, actions):
+            obs, rewards, terminations, truncations, infos = self.env.step(actions)
+            steps.append([x.copy() for x in (actions, rewards, terminations, truncations)])
+            return obs, rewards, terminations, truncations, infos
+
+    def spy_gae(rewards, values, next_values, terminations, dones, *discounts):
+        advantages, returns = compute_gae(rewards, values, next_values, terminations, dones, *discounts)
+        rollouts.append([x.clone().numpy() for x in (rewards, terminations, dones, advantages, values, returns)])
+        return advantages, returns
+
+    def spy_gradients(agent, minibatch, args):
+        columns = minibatch[1], *minibatch[3:6]  # actions, advantages, values, returns
+        minibatches.extend(zip(*(x.flatten().tolist() for x in columns)))
+        return compute_gradients(agent, minibatch, args)
+
+    monkeypatch.setattr(script, "make_envs", lambda *given: Logging(make_envs(*given)))
+    monkeypatch.setattr(script, "compute_gae", spy_gae)
+    monkeypatch.setattr(script, "compute_gradients", spy_gradients)
+    games = "atari" in script.__name__  # of 100 steps
+    changes = dict(num_steps=104, total_timesteps=416) if games else dict(env_id="probe_envs:Logged-v0")
+    args = small_args(script, **changes, update_epochs=1, seed=3)
+    script.train(args)
+
+    shape = args.num_iterations, args.num_steps, args.num_envs
+    actions, env_rewards, env_terminations, truncations = (np.stack(x).reshape(shape) for x in zip(*steps))
+    rewards, terminations, dones, *columns = (np.stack(x) for x in zip(*rollouts))
+    assert truncations.any()
+    assert games or env_terminations.any()
+    assert env_rewards.any()
+    np.testing.assert_array_equal(rewards, np.sign(env_rewards) if games else env_rewards)
+    np.testing.assert_array_equal(terminations, env_terminations)
+    np.testing.assert_array_equal(dones, env_terminations | truncations)
+    rows = zip(*(x.flatten().tolist() for x in (actions, *columns)))
+    assert sorted(minibatches) == sorted(rows)
