@@ -432,6 +432,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from ctypes.util import find_library
 from dataclasses import asdict, fields
 from datetime import datetime, timedelta
 
@@ -443,10 +444,8 @@ from tqdm import tqdm
 
 if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame and MuJoCo then render without a screen
-    for opengl in ("libOpenGL.so.0", "libGL.so.1"):  # without one of them and EGL, MuJoCo trains, but cannot be filmed
-        with contextlib.suppress(OSError):
-            ctypes.CDLL("libEGL.so.1"), ctypes.CDLL(opengl)
-            os.environ.setdefault("MUJOCO_GL", "egl")
+    if find_library("EGL") and (find_library("OpenGL") or find_library("GL")):  # else MuJoCo trains, but is not filmed
+        os.environ.setdefault("MUJOCO_GL", "egl")
 
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
