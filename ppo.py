@@ -281,10 +281,10 @@ def train(args: Args) -> Path:
                 actions[step] = act(obs[step])
                 env_actions = actions[step].cpu().numpy()
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
-                if truncations[step].any():
-                    cut = truncations[step]
+                if (cut := truncations[step]).any():
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
-                run.note_step(next_obs, rewards[step], truncations[step], infos)
+                run.note_episodes(truncations[step], infos)
+            run.require_finite(obs, next_obs, rewards)  # else an infinity could be hidden by a tanh or a clip
             with torch.no_grad():  # for the whole rollout at once, which is faster than step by step
                 _, logprobs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
             logprobs, values = logprobs.view(T, N), values.view(T, N)
@@ -955,22 +955,16 @@ class Run(contextlib.ExitStack):
         if self.rank:  # rank 0 goes on with the stream of the checkpoint
             torch.manual_seed(env_seeds(self.args, self.processes, SAMPLING, done)[self.rank])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, done)
-        obs, _ = envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])
-        self.require_finite(obs.sum(dtype=np.float64))
-        return obs
+        return envs.reset(seed=seeds[self.rank * envs.num_envs :][: envs.num_envs])[0]
 
-    def note_step(self, obs: np.ndarray, rewards: np.ndarray, truncations: np.ndarray, infos: dict) -> None:
-        """Note the episodes that a step ended, and check that its rewards and observations are finite."""
-        total = rewards.sum(dtype=np.float64)
-        if obs.dtype.kind == "f":
-            total += obs.sum(dtype=np.float64)
-            if truncations.any():
-                total += np.stack(infos["final_obs"][truncations]).sum(dtype=np.float64)
-        self.require_finite(total)
+    def note_episodes(self, truncations: np.ndarray, infos: dict) -> None:
+        """Note the episodes that a step ended, and check the last observations of those that it truncated."""
         if "episode" in infos:
             ended = infos["_episode"]
             self.ended += ended.sum()
             self.episodes += zip(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
+            if truncations.any():
+                self.require_finite(*infos["final_obs"][truncations])
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
@@ -991,9 +985,10 @@ class Run(contextlib.ExitStack):
 
         return replay
 
-    def require_finite(self, x: float | Tensor) -> None:
-        """Stop the run before NaN or infinity is logged or saved."""
-        if not math.isfinite(x):
+    def require_finite(self, *numbers: Tensor | np.ndarray | float) -> None:
+        """Stop the run before NaN or infinity is learnt from, logged or saved."""
+        tensors = map(torch.as_tensor, numbers)
+        if not all(math.isfinite(x.sum(dtype=torch.float64)) for x in tensors if x.is_floating_point()):
             what = "an observation, a reward, the loss or its gradient is not finite"
             hint = "look for NaN in observations and rewards, or lower --learning-rate"
             good = f"{self.folder / 'checkpoint.pt'} is good"

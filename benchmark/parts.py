@@ -59,7 +59,8 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
         spent[part] += now - last
         last = now
 
-    make_envs, compute_gae, note_step, log = script.make_envs, script.compute_gae, script.Run.note_step, script.Run.log
+    make_envs, compute_gae = script.make_envs, script.compute_gae
+    note_episodes, log = script.Run.note_episodes, script.Run.log
 
     def timed_envs(*args):
         envs = make_envs(*args)
@@ -80,7 +81,7 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
 
     script.make_envs = timed_envs
     script.compute_gae = lambda *args: (compute_gae(*args), lap("advantages"))[0]
-    script.Run.note_step = lambda *args: (note_step(*args), lap("rest"))[0]
+    script.Run.note_episodes = lambda *args: (note_episodes(*args), lap("rest"))[0]
     script.Run.log = timed_log
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         script.train(args)

@@ -37,7 +37,7 @@ def test_each_part_of_the_time_is_told_apart(monkeypatch):
     monkeypatch.setattr(ppo, "compute_gae", slowed(ppo.compute_gae, "advantages"))
     monkeypatch.setattr(ppo, "compute_gradients", slowed(ppo.compute_gradients, "update"))
     monkeypatch.setattr(ppo.Run, "log", slowed(ppo.Run.log, "rest"))
-    monkeypatch.setattr(ppo.Run, "note_step", ppo.Run.note_step)  # put back, as all that time_parts replaces
+    monkeypatch.setattr(ppo.Run, "note_episodes", ppo.Run.note_episodes)  # put back, as all that time_parts replaces
     found = parts.time_parts("cartpole", 4, "cpu", False, seconds=0)
     assert found.pop("num_envs") == 4
     for part, microseconds in found.items():

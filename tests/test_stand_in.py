@@ -21,7 +21,7 @@ def follow(script, monkeypatch, **changes) -> list[str]:
 
             monkeypatch.setattr(owner, name, marked)
 
-        mark(script.Run, "note_step", "step")
+        mark(script.Run, "note_episodes", "step")
         mark(script, "compute_gradients", "minibatch", before=True)
         mark(script, "variance", "log", before=True)
         script.train(small_args(script, **changes))
