@@ -117,9 +117,9 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         if (run_dir / "command.txt").exists():
             commit = commits(script, run_dir) or commit
         known = rows.get(key, {})
-        where = known["machine"] if known.get("global_step") == str(state["global_step"]) else machine()
-        row = [*key, state["global_step"], len(returns), mean, commit, f"{curves[seed][-1][2]:.0f}", where]
-        rows[key] = dict(zip(columns, row))
+        row = [*key, str(state["global_step"]), str(len(returns)), mean, commit, f"{curves[seed][-1][2]:.0f}"]
+        trained = list(known.values())[: len(row)] != row  # since it was written: here
+        rows[key] = dict(zip(columns, [*row, machine() if trained else known["machine"]]))
     with open(summary, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()

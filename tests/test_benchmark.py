@@ -96,6 +96,9 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
     learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)  # nothing was trained there
     with open(tmp_path / "summary.csv") as file:
         assert {row["seed"]: row for row in csv.DictReader(file)} == summary
+    learning_curves.write("ppo.py", "CartPole-v1", "quick", {1: runs[2], 2: runs[2]})  # as if 1 had been trained anew
+    with open(tmp_path / "summary.csv") as file:
+        assert [row["machine"] for row in csv.DictReader(file)] == ["another machine", summary["2"]["machine"]]
 
     before = parameters(runs[1])
     again = learning_curves.train("ppo.py", "CartPole-v1", 1, "quick", Path.cwd(), [])
