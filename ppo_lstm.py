@@ -104,7 +104,7 @@ class Args:
     hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = False  # one LSTM for actor and critic instead of one each
-    bf16: bool = False  # train the LSTM in bfloat16 if the CPU has it; faster with minibatches of 1,000 steps
+    bf16: bool = False  # train in bfloat16, not the last layers, if the CPU has it; faster from 1,000 steps a minibatch
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
@@ -256,6 +256,7 @@ class Agent(nn.Module):
         num_outputs = action_space.n if self.discrete else math.prod(action_space.shape)
         self.critic = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, 1), std=1.0))
         self.actor = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, num_outputs), 0.01))
+        self.hidden_layers = [self.actor[:-1], self.critic[:-1]]  # a plain list, as they are registered already
         if not self.discrete:
             log_std = torch.full(action_space.shape, args.log_std_init)  # for all states [cont 2]
             self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)
@@ -271,8 +272,8 @@ class Agent(nn.Module):
         """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16 and starts.dim() > 1):  # in training
             features, state = self.memory(obs.float(), state, starts)
-        output = self.actor(features[0].float())
-        value = self.critic(features[-1].float()).squeeze(-1)
+            hidden = [layers(x) for layers, x in zip(self.hidden_layers, (features[0], features[-1]))]
+        output, value = self.actor[-1](hidden[0].float()), self.critic[-1](hidden[1].float()).squeeze(-1)
         if self.discrete:
             log_probs = output.log_softmax(-1)  # of all actions; faster than a Categorical
             probs = log_probs.exp()

@@ -315,7 +315,7 @@ def test_box_actions_and_layers(shared):
 
 
 def test_bfloat16_is_for_sequences_only():
-    """Catches: a half precision that reaches the rollout or the heads, or a flag that does nothing."""
+    """Catches: a half precision that reaches the rollout or the last layers, or a flag that does nothing."""
     args = small_args(ppo_lstm, hidden_size=64)
     torch.manual_seed(0)
     agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 2), args)
@@ -338,6 +338,8 @@ def test_bfloat16_is_for_sequences_only():
         assert b.dtype == torch.float32
         assert not torch.equal(a, b)
         assert (a - b).norm() < 0.03 * a.norm()
+    value = rounded[2]
+    assert not torch.equal(value, value.bfloat16().float())  # as it would be from a layer in bfloat16
 
 
 def test_log_probability_and_entropy_of_any_shape():
