@@ -121,9 +121,9 @@ COMPARISONS = {
             for label in ["short-sequences", "short-sequences-bfloat16"]
         ),
         "CartPole without velocities, at settings with large minibatches, where bfloat16 is faster "
-        "([speed](#speed)); no default was chosen on these seeds and settings. The runs in bfloat16 all end at or near the "
-        "highest possible return, those in float32 do but for one: ten seeds show no loss. bfloat16 is off by default "
-        "because it is slower with small minibatches.",
+        "([speed](#speed)); no default was chosen on these seeds and settings. The runs in bfloat16 all end at or near "
+        "the highest possible return, those in float32 do but for one: ten seeds show no loss. bfloat16 is off by "
+        "default because it is slower with small minibatches.",
     ),
     "bfloat16_atari": (
         "Does Breakout learn as well in bfloat16?",
