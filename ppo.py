@@ -322,7 +322,7 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    A `seed` other than that of training (None) gives another sample. Videos go to `videos/step_N` beside the
     checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -623,7 +623,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than asked for: undo the change or start anew") from None
     return state
 
 
@@ -711,7 +711,7 @@ class Run(contextlib.ExitStack):
         """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
-            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            what = "--num-envs" if name == "num_envs" else f"{name} (change --num-minibatches)"
             raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 

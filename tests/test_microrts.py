@@ -216,6 +216,14 @@ class Spy:
         return response
 
 
+@pytest.mark.parametrize(("task", "skip"), [("Mining-v4", 9), ("Mining-v2", 1), ("Mining-v1", -1)])
+def test_a_frame_skip_that_the_game_lacks_is_refused(task, skip):
+    """Catches: a traceback out of Java in the midst of the first rollout."""
+    args = script.Args(env_id=f"Microrts{task}", env_kwargs=f'{{"frame_skip": {skip}}}')
+    with pytest.raises(script.UserError, match=rf"frame_skip must be .*, not {skip}$"):
+        script.make_envs(args, 1)
+
+
 def test_frame_skip_stops_at_the_end():
     """Ticks after the end that count a loss many times or change the last observation; an end that is a time limit."""
 

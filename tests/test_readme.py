@@ -43,7 +43,7 @@ DETAILS = {
     "cont 5": "actions clipped for the env only",
     "cont 6": "normalised observations",
     "cont 7": "clipped observations",
-    "cont 8": "rewards scaled by the discounted return's std",
+    "cont 8": "rewards scaled by the std of discounted sums of past ones",
     "cont 9": "clipped rewards",
     "lstm 1": "orthogonal LSTM weights, zero biases",
     "lstm 2": "initial states of zeros",
