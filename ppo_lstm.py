@@ -254,17 +254,17 @@ class Agent(nn.Module):
         self.discrete = isinstance(action_space, Discrete)
         self.memory = Memory(obs_size, H, args.num_layers, num_lstms=1 if args.shared_lstm else 2)
         num_outputs = action_space.n if self.discrete else math.prod(action_space.shape)
-        self.critic = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, 1), std=1.0))
-        self.actor = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU(), layer_init(nn.Linear(H, num_outputs), 0.01))
-        self.hidden_layers = [self.actor[:-1], self.critic[:-1]]  # a plain list, as they are registered already
-        if not self.discrete:
-            log_std = torch.full(action_space.shape, args.log_std_init)  # for all states [cont 2]
-            self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)
+        self.critic_hidden = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU())
+        self.critic = layer_init(nn.Linear(H, 1), std=1.0)
+        self.actor_hidden = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU())
+        self.actor = layer_init(nn.Linear(H, num_outputs), std=0.01)
+        if not self.discrete:  # the same standard deviations in all states [cont 2]
+            self.actor_logstd = nn.Parameter(torch.full(action_space.shape, args.log_std_init), args.learn_log_std)
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
         """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); of sequences (M, *O), (M/S, K, 2, L, H), (M/S, S) -> (M,)."""
         features, _ = self.memory(obs.float(), state, starts)
-        return self.critic(features[-1]).squeeze(-1)
+        return self.critic(self.critic_hidden(features[-1])).squeeze(-1)
 
     def get_action_and_value(
         self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
@@ -272,8 +272,8 @@ class Agent(nn.Module):
         """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16 and starts.dim() > 1):  # in training
             features, state = self.memory(obs.float(), state, starts)
-            hidden = [layers(x) for layers, x in zip(self.hidden_layers, (features[0], features[-1]))]
-        output, value = self.actor[-1](hidden[0].float()), self.critic[-1](hidden[1].float()).squeeze(-1)
+            actor_hidden, critic_hidden = self.actor_hidden(features[0]), self.critic_hidden(features[-1])
+        output, value = self.actor(actor_hidden.float()), self.critic(critic_hidden.float()).squeeze(-1)
         if self.discrete:
             log_probs = output.log_softmax(-1)  # of all actions; faster than a Categorical
             probs = log_probs.exp()
@@ -374,7 +374,7 @@ def train(args: Args) -> Path:
         minibatch_size = run.share("minibatch_sequences")  # M/S
         envs = make_envs(args, N)
         agent = Agent(envs, args).to(run.device)
-        critics = [*agent.memory.lstms[1:].parameters(), *agent.critic.parameters()]
+        critics = [x for m in (agent.memory.lstms[1:], agent.critic_hidden, agent.critic) for x in m.parameters()]
         actors = [x for x in agent.parameters() if all(x is not y for y in critics)]  # a shared LSTM is the actor's
         groups = [dict(params=actors), dict(params=critics)]
         optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay, eps=1e-5, fused=True)  # [core 3]

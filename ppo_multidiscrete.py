@@ -78,7 +78,7 @@ class Args:
     # environment
 
     env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0" to import its module
-    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON, as '{"frame_skip": 0}' in v1
+    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env; MicroRTS's games share one anyway
     mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has masks

@@ -296,7 +296,7 @@ def test_the_critic_has_a_learning_rate_of_its_own():
     agent = ppo_lstm.Agent(ppo_lstm.make_envs(args, 2), args)
     moved = {name for name, value in agent.state_dict().items() if not torch.allclose(value, state["agent"][name])}
     assert {name for name in moved if name.startswith(("critic", "memory.lstms.1"))} == set()
-    assert {name.split(".")[0] for name in moved} == {"actor", "memory"}
+    assert {name.split(".")[0] for name in moved} == {"actor", "actor_hidden", "memory"}
     groups = state["optimizer"]["param_groups"]
     assert sum(len(group["params"]) for group in groups) == len(list(agent.parameters()))
     last = 1 / args.num_iterations  # both fall linearly

@@ -143,10 +143,10 @@ class Reference:
         return list(outputs.values()), after
 
     def head(self, which, x):
+        if f"{which}_hidden.0.weight" in self.p:
+            return self.linear(which, F.elu(self.linear(f"{which}_hidden.0", x)))
         if f"{which}.weight" in self.p:
             return self.linear(which, x)
-        if self.recurrent:
-            return self.linear(f"{which}.2", F.elu(self.linear(f"{which}.0", x)))
         return self.linear(f"{which}.4", self.linear(f"{which}.2", self.linear(f"{which}.0", x).tanh()).tanh())
 
     def look(self, obs, memory, starts):
