@@ -145,7 +145,7 @@ NOTES = {
     "defaults of `ppo.py`, which were not chosen for it.",
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions.",
-    "ppo_atari": "The published values are for 10M steps. Runs with fewer are still under way.",
+    "ppo_atari": "The published values are of three seeds and 10M steps.",
     "ppo_lstm": "The defaults were chosen among about fifteen settings on the seeds of the first row, and on seed 4; "
     "only the second row tests them.",
 }
