@@ -355,6 +355,7 @@ import atexit
 import ctypes
 import difflib
 import errno
+import gc
 import importlib
 import io
 import itertools
@@ -461,7 +462,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
             if "camera" not in args.env_kwargs:
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
                     env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id
-            env = Film(env, video_dir, args.eval_episodes)
+            env = Film(env, str(video_dir), lambda episode: episode < args.eval_episodes)
         return env
 
     parallel = args.vectorization == "async" and not video_dir
@@ -477,9 +478,6 @@ class Film(gym.wrappers.RecordVideo):
     """RecordVideo, but each frame is written at once: kept until the episode ends, an Atari game's take gigabytes."""
 
     writer = None
-
-    def __init__(self, env: gym.Env, folder: Path, episodes: int, fps: int | None = None):
-        super().__init__(env, str(folder), lambda episode: episode < episodes, fps=fps)
 
     def _capture_frame(self) -> None:
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
@@ -742,6 +740,8 @@ class Run(contextlib.ExitStack):
             self.iteration += 1
             self.global_step += args.batch_size
             yield self.iteration
+            if args.compile and self.global_step == self.start_step + args.batch_size:
+                gc.freeze()  # a collection, which MicroRTS's Java asks for often, would search what was compiled: 0.1 s
         self.close()
         seconds = time.perf_counter() - self.start_time
         say(f"{self.global_step:,} steps, {seconds:.0f} s, {self.progress()}, in {self.folder}")

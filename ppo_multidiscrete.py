@@ -46,7 +46,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.spaces import Box, MultiDiscrete
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
@@ -127,7 +127,7 @@ def make_envs(args: Args, num_envs: int, video_dir: Path | None = None) -> Vecto
         with refusing(args):
             options = json.loads(args.env_kwargs)
             envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **options)
-        return RecordEpisodeStatistics(RecordGame(envs, video_dir, args.eval_episodes) if video_dir else envs)
+        return RecordEpisodeStatistics(FilmGames(envs, video_dir, args.eval_episodes) if video_dir else envs)
 
     def make_env() -> gym.Env:
         options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if video_dir else {})
@@ -420,9 +420,9 @@ def evaluate(
 # ----------------------------------------------------------------------------------------------------------------------
 # ruff: noqa: E402
 
-import gc
 import importlib.metadata
 import importlib.util
+import warnings
 
 # The tables of gym_microrts 0.3.2: opponent, reward weights in REWARDS order, time limit in env steps.
 REWARDS = ["WinLoss", "ResourceGather", "ProduceWorker", "ProduceBuilding", "Attack", "ProduceCombatUnit"]
@@ -685,45 +685,21 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
         self.games = self.clients = None
 
 
-class RecordGame(VectorWrapper):
-    """Writes the first episodes of game 0 as mp4, frame by frame: gymnasium's RecordVideo would hold gigabytes."""
+class FilmGames(gym.wrappers.vector.RecordVideo):
+    """Films the first episodes of game 0 as `Film` does other envs (below): each frame is written at once."""
+
+    writer = None
 
     def __init__(self, envs: VectorEnv, folder: Path, episodes: int):
-        super().__init__(envs)
-        self.paths, self.video = [folder / f"rl-video-episode-{i}.mp4" for i in range(episodes)], None
+        with warnings.catch_warnings(action="ignore"):  # an episode's last frame is missing: the next one has begun
+            super().__init__(envs, str(folder), episode_trigger=lambda episode: episode < episodes)
 
-    def film(self, starts: bool) -> None:
-        """Write a frame, in a new video where an episode starts."""
-        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+    def _capture_frame(self) -> None:
+        Film._capture_frame(self)
 
-        if starts:
-            self.close_video()
-        if not (self.video or self.paths):
-            return
-        frame = self.env.render()
-        if starts:
-            self.paths[0].parent.mkdir(parents=True, exist_ok=True)
-            self.video = FFMPEG_VideoWriter(str(self.paths.pop(0)), frame.shape[1::-1], self.metadata["render_fps"])
-        self.video.write_frame(frame)
-
-    def reset(self, *, seed=None, options=None):
-        result = self.env.reset(seed=seed, options=options)
-        self.film(starts=True)
-        return result
-
-    def step(self, actions):
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        self.film(starts=terminations[0] or truncations[0])
-        return obs, rewards, terminations, truncations, infos
-
-    def close_video(self):
-        if self.video:
-            self.video.close()
-            self.video = None
-
-    def close(self, **kwargs):
-        self.close_video()
-        super().close(**kwargs)
+    def stop_recording(self) -> None:
+        """End the video."""
+        Film.stop_recording(self)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -735,6 +711,7 @@ import atexit
 import ctypes
 import difflib
 import errno
+import gc
 import importlib
 import io
 import itertools
@@ -841,7 +818,7 @@ def vectorize(make_env: Callable, args: Args, num_envs: int, video_dir: Path | N
             if "camera" not in args.env_kwargs:
                 with contextlib.suppress(AttributeError, KeyError):  # MuJoCo's camera stands still, runners leave it
                     env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id
-            env = Film(env, video_dir, args.eval_episodes)
+            env = Film(env, str(video_dir), lambda episode: episode < args.eval_episodes)
         return env
 
     parallel = args.vectorization == "async" and not video_dir
@@ -857,9 +834,6 @@ class Film(gym.wrappers.RecordVideo):
     """RecordVideo, but each frame is written at once: kept until the episode ends, an Atari game's take gigabytes."""
 
     writer = None
-
-    def __init__(self, env: gym.Env, folder: Path, episodes: int, fps: int | None = None):
-        super().__init__(env, str(folder), lambda episode: episode < episodes, fps=fps)
 
     def _capture_frame(self) -> None:
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
@@ -1122,6 +1096,8 @@ class Run(contextlib.ExitStack):
             self.iteration += 1
             self.global_step += args.batch_size
             yield self.iteration
+            if args.compile and self.global_step == self.start_step + args.batch_size:
+                gc.freeze()  # a collection, which MicroRTS's Java asks for often, would search what was compiled: 0.1 s
         self.close()
         seconds = time.perf_counter() - self.start_time
         say(f"{self.global_step:,} steps, {seconds:.0f} s, {self.progress()}, in {self.folder}")

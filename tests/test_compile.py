@@ -1,6 +1,7 @@
 """--compile: the same training, through torch.compile. Its graphs are run as they are: the code that a C++ compiler
 would make of them is not this project's, and no machine that tests needs one."""
 
+import gc
 import itertools
 import os
 
@@ -32,7 +33,8 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", spy)
     torch._dynamo.reset()
-    return captured
+    yield captured
+    gc.unfreeze()
 
 
 def test_compiled_equals_eager(script, graphs):
@@ -50,6 +52,20 @@ def test_compiled_equals_eager(script, graphs):
         torch.testing.assert_close(
             compiled[name], parameter, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("script", ["ppo"], indirect=True)
+def test_collections_do_not_search_what_was_compiled(script, graphs, monkeypatch):
+    """Catches: garbage collections of 0.1 s each, of which MicroRTS's Java asks for one or two in an iteration."""
+    log, frozen = script.Run.log, []
+    monkeypatch.setattr(script.Run, "log", lambda run, *args: (frozen.append(gc.get_freeze_count()), log(run, *args)))
+    gc.unfreeze()
+    script.train(small_args(script))
+    assert frozen == [0, 0, 0, 0]
+    script.train(small_args(script, compile=True))
+    assert frozen[4] == 0
+    assert frozen[5] > 10_000
+    assert frozen[7] <= frozen[6] <= frozen[5]  # once is enough: what later iterations leave behind is collected
 
 
 def test_a_compiler_that_is_not_there(script, monkeypatch):
