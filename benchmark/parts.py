@@ -3,6 +3,7 @@
 Run:   pip install -r benchmark/requirements.txt
        python benchmark/parts.py --tasks cartpole halfcheetah --compile both
        python benchmark/parts.py --device cuda --num-envs 8 64 512
+       python benchmark/parts.py --flops
 
 Each task trains in a process of its own for --seconds, and a clock is read where one part hands over to the next:
 
@@ -15,7 +16,8 @@ rest        stored rewards, noted episodes, logging
 
 The first iteration, with whatever is compiled there, is left out; checkpoints are not written. Results, in microseconds
 per env step, are printed and written to benchmark/results/parts.csv, from which `python benchmark/report.py` makes a
-table of docs/results.md.
+table of docs/results.md. With --flops nothing is timed: counted are the floating-point operations of an update's matrix
+products and convolutions, forward and backward, into benchmark/results/flops.csv: with the time, how fast it computes.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from learning_curves import machine
@@ -35,6 +38,7 @@ from throughput import DEFAULT_TASKS, ENVIRONMENT, OURS, RESULTS, ROOT, argument
 
 PARTS = ["policy", "envs", "advantages", "update", "rest"]
 SETTING = ["task", "num_envs", "device", "compiled"]
+COUNTED = ["cartpole", "breakout", "halfcheetah", "microrts-mining"]  # torch does not count those of an LSTM
 
 
 def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: float) -> dict[str, float]:
@@ -90,6 +94,29 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
     return {part: 1e6 * spent[part] / steps for part in PARTS} | dict(num_envs=args.num_envs)
 
 
+def count_flops(task: str) -> float:
+    """The millions of floating-point operations per env step of an update, all of whose epochs are run."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    name, changes = arguments(task, 0)
+    script = importlib.import_module(name)
+    args = script.Args(**changes | dict(cuda=False, anneal_lr=False, target_kl=None))
+    args = replace(args, total_timesteps=args.batch_size)
+    compute_gradients, counted = script.compute_gradients, []
+
+    def counting(*given):
+        with FlopCounterMode(display=False) as counter:
+            result = compute_gradients(*given)
+        counted.append(counter.get_total_flops())
+        return result
+
+    script.compute_gradients = counting
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        script.train(args)
+    script.compute_gradients = compute_gradients
+    return sum(counted) / args.batch_size / 1e6
+
+
 def measure(request: dict) -> dict[str, float]:
     """time_parts in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -107,8 +134,15 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", nargs="?", choices=["yes", "no", "both"], const="yes", default="no")
     parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
+    parser.add_argument("--flops", action="store_true", help="count operations instead of measuring time")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.flops:
+        for task in COUNTED:
+            row = dict(task=task, mflop=f"{count_flops(task):.2f}", commit=commit(), machine="any")
+            print(row, flush=True)
+            write(RESULTS / "flops.csv", row, list(row), ["task"])
+        return
     if args.one:
         print(json.dumps(time_parts(**json.loads(args.one))))
         return
