@@ -35,11 +35,15 @@ PUBLISHED = {
     ("ppo_atari", "PongNoFrameskip-v4"): ("20.36 ± 0.20", CLEANRL),
     ("ppo_atari", "BeamRiderNoFrameskip-v4"): ("1915.93 ± 484.58", CLEANRL),
     ("ppo_atari_lstm", "BreakoutNoFrameskip-v4"): ("128.92 ± 31.10", CLEANRL),
+    ("ppo_atari_lstm", "PongNoFrameskip-v4"): ("19.78 ± 1.58", CLEANRL),
+    ("ppo_atari_lstm", "BeamRiderNoFrameskip-v4"): ("1536.20 ± 612.21", CLEANRL),
     ("ppo_multidiscrete", "MicrortsMining-v1"): ("39.6", DETAILS),
     ("ppo_multidiscrete", "MicrortsMining-v1__unmasked"): ("39.0", DETAILS),
     ("ppo_multidiscrete", "MicrortsMining-v1__unmasked-published-settings"): ("39.0", DETAILS),
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1"): ("19.2", DETAILS),
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1__unmasked"): ("7.8", DETAILS),
+    ("ppo_multidiscrete", "MicrortsRandomEnemyShapedReward3-v1"): ("19.7", DETAILS),
+    ("ppo_multidiscrete", "MicrortsRandomEnemyShapedReward3-v1__unmasked"): ("3.8", DETAILS),
 }
 # script: actions, observations, default task, millions of steps there; name and envs of that task in throughput.csv
 FRONT = {
@@ -146,6 +150,8 @@ NOTES = {
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions.",
     "ppo_atari": "The published values are of three seeds and 10M steps.",
+    "ppo_multidiscrete": "The published values with masks are of a coarser mask than ours, which excludes every action "
+    "that the game would refuse.",
     "ppo_lstm": "The defaults were chosen among about fifteen settings on the seeds of the first row, and on seed 4; "
     "only the second row tests them.",
 }
@@ -300,16 +306,19 @@ def table_of_speeds(rows: list[dict[str, str]]) -> str:
 
 
 def table_of_parts(rows: list[dict[str, str]]) -> str:
-    """A line per measurement of parts.csv: each part's microseconds per env step and its share."""
+    """A line per measurement of parts.csv: each part's microseconds per env step, its share, and what that limits."""
     parts = ["policy", "envs", "advantages", "update", "rest"]
+    mflop = {row["task"]: float(row["mflop"]) for row in read("flops.csv")}
     lines = []
     for task, row in by_setting(rows):
-        total = sum(float(row[part]) for part in parts)
-        shares = [f"{float(row[part]):.0f} ({float(row[part]) / total:.0%})" for part in parts]
-        limit = f"{1e6 / float(row['envs']):,.0f}"
-        lines.append([task, row["num_envs"], *shares, f"{1e6 / total:,.0f}", limit, row["commit"]])
-    titles = ["task", "envs", *(f"{part}, µs" for part in parts)]
-    return table([*titles, "steps/s", "envs alone", "commit"], lines)
+        spent = {part: float(row[part]) for part in parts}
+        total = sum(spent.values())
+        shares = [f"{spent[part]:.0f} ({spent[part] / total:.0%})" for part in parts]
+        speeds = [f"{1e6 / x:,.0f}" for x in (total, total - spent["policy"], spent["envs"])]
+        gflops = f"{1e3 * mflop[row['task']] / spent['update']:.0f}" if row["task"] in mflop else ""
+        lines.append([task, row["num_envs"], *shares, *speeds, gflops, row["commit"]])
+    titles = ["task", "envs", *(f"{part}, µs" for part in parts), "steps/s", "policy free", "envs alone"]
+    return table([*titles, "update, GFLOP/s", "commit"], lines)
 
 
 def table_of_threads(rows: list[dict[str, str]]) -> str:
@@ -418,7 +427,13 @@ def page() -> str:
             "By `python benchmark/parts.py`: microseconds per env step of a training run, and each part's share. "
             "`policy` is acting in the rollout, with the transfers to and from the device; `advantages` is GAE, with "
             "the values and log-probabilities if they are computed after the rollout; `update` is all epochs; `rest` "
-            "is storing and logging. `envs alone` is the steps/s if all but the envs cost nothing.\n"
+            "is storing and logging. `policy free` is the steps/s if acting cost nothing, `envs alone` if all but the "
+            "envs did. `update, GFLOP/s` is how fast the update computes: its matrix products and convolutions, as "
+            "`python benchmark/parts.py --flops` counts them (not with an LSTM), in its time.\n\n"
+            "What limits the speed on a CPU: in CartPole and HalfCheetah the number of calls, for their networks are "
+            "so small that they compute at a few GFLOP/s; `--compile` makes fewer calls of them. With many CartPoles "
+            "it is the envs, which are Python. In Breakout and MicroRTS half of the time is the update's arithmetic: "
+            "even a policy that cost nothing would gain no more than `policy free` shows.\n"
         )
         parts.append(by_machine(rows, table_of_parts))
     if rows := read("threads.csv"):

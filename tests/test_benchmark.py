@@ -156,3 +156,13 @@ def test_minutes_are_those_of_training():
             for tag in ("charts/SPS", "charts/episodic_return"):
                 writer.add_scalar(tag, 1.0, number, walltime=1e9 + moment)
     assert [minutes for _, _, minutes in learning_curves.read_curve(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_operations_are_those_of_the_networks(monkeypatch):
+    """Catches: a backward pass, an epoch or a network that is not counted, or gradients that nobody computes."""
+    monkeypatch.setattr(ppo, "compute_gradients", ppo.compute_gradients)  # put back, as all that is replaced
+    layers = [(4, 64), (64, 64), (64, 2)], [(4, 64), (64, 64), (64, 1)]
+    forward = sum(inputs * outputs for network in layers for inputs, outputs in network)
+    for_inputs = sum(inputs * outputs for network in layers for inputs, outputs in network[1:])  # of no observation
+    epochs, per_product = 4, 2
+    assert parts.count_flops("cartpole") == epochs * per_product * (2 * forward + for_inputs) / 1e6
