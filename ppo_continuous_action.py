@@ -1042,9 +1042,9 @@ class Run(contextlib.ExitStack):
             return function  # not on_cpu: it is so small that calling its graph takes longer
         whole = self.processes == 1  # loss.backward() is part of the graph, unless gradients are averaged after it
         self.enter_context(torch._dynamo.config.patch(trace_autograd_ops=whole))
+        if not shutil.which(compiler := os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+            raise UserError(f"--compile needs {compiler}, a C++ compiler: install it, or set CXX to another")
         if self.device.type == "cpu":
-            if not shutil.which(compiler := os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
-                raise UserError(f"--compile needs {compiler}, a C++ compiler: install it, or set CXX to another")
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         options = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
         graph = torch.compile(function, options=options, dynamic=False)

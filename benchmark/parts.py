@@ -2,7 +2,7 @@
 
 Run:   pip install -r benchmark/requirements.txt
        python benchmark/parts.py --tasks cartpole halfcheetah --compile both
-       python benchmark/parts.py --device cuda --num-envs 8 64 512
+       python benchmark/parts.py --device cuda --num-envs 8 64 512 --minutes 9
        python benchmark/parts.py --flops
 
 Each task trains in a process of its own for --seconds, and a clock is read where one part hands over to the next:
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import signal
 import subprocess
@@ -34,7 +35,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from learning_curves import machine
-from throughput import DEFAULT_TASKS, ENVIRONMENT, OURS, RESULTS, ROOT, arguments, commit, write
+from throughput import (
+    DEFAULT_TASKS,
+    ENVIRONMENT,
+    OURS,
+    RESULTS,
+    ROOT,
+    arguments,
+    commit,
+    possible,
+    still_to_measure,
+    write,
+)
 
 PARTS = ["policy", "envs", "advantages", "update", "rest"]
 SETTING = ["task", "num_envs", "device", "compiled"]
@@ -91,7 +103,7 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
         script.train(args)
     steps = (len(iterations) - 1) * args.batch_size
     assert abs(sum(spent.values()) - (iterations[-1] - begun)) < 1e-3, "a part was forgotten, or counted twice"
-    return {part: 1e6 * spent[part] / steps for part in PARTS} | dict(num_envs=args.num_envs)
+    return {part: 1e6 * spent[part] / steps for part in PARTS}
 
 
 def count_flops(task: str) -> float:
@@ -134,6 +146,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", nargs="?", choices=["yes", "no", "both"], const="yes", default="no")
     parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
+    parser.add_argument("--minutes", type=float, help="begin nothing new after these; leave out what is measured")
     parser.add_argument("--flops", action="store_true", help="count operations instead of measuring time")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -146,13 +159,15 @@ def main() -> None:
     if args.one:
         print(json.dumps(time_parts(**json.loads(args.one))))
         return
-    begun_with, place = commit(), machine(args.device)
-    modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
-    for task, num_envs, compiled in [(t, n, c) for t in args.tasks for n in args.num_envs for c in modes]:
-        setting = dict(task=task, num_envs=num_envs, device=args.device, compiled=compiled)
-        parts = measure(setting | dict(seconds=args.seconds))
-        row = setting | dict(num_envs=parts.pop("num_envs"), compiled="yes" if compiled else "no")
-        row |= {part: f"{parts[part]:.1f}" for part in PARTS} | dict(commit=begun_with, machine=place)
+    modes = dict(yes=["yes"], no=["no"], both=["no", "yes"])[args.compile]
+    same = dict(device=args.device, commit=commit(), machine=machine(args.device))
+    tasks = possible(args.tasks, args.num_envs)
+    settings = [task | dict(compiled=compiled) | same for task, compiled in itertools.product(tasks, modes)]
+    for setting in still_to_measure(RESULTS / "parts.csv", settings, args.minutes):
+        how = dict(device=args.device, compiled=setting["compiled"] == "yes", seconds=args.seconds)
+        parts = measure(dict(task=setting["task"], num_envs=setting["num_envs"]) | how)
+        row = {name: setting[name] for name in SETTING} | {part: f"{parts[part]:.1f}" for part in PARTS}
+        row |= dict(commit=setting["commit"], machine=setting["machine"])
         print(row, flush=True)
         write(RESULTS / "parts.csv", row, list(row), SETTING)
 

@@ -4,14 +4,16 @@ Run:   pip install -r benchmark/requirements.txt
        python benchmark/throughput.py --tasks cartpole breakout --repeats 5
        python benchmark/throughput.py --tasks cartpole --compile --alone
        python benchmark/throughput.py --tasks breakout-lstm --alone --processes 2
-       python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both
+       python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both --minutes 9
        python benchmark/throughput.py --scaling --alone
 
 Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later, with
---scaling its second (a batch has at most 32,768 steps then: with many envs HalfCheetah's rollouts are shorter). The
-runs take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the median of the
-pairs' ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not in it, on
-either side. Peak memory is the host's, of the training process, of the first one where torchrun starts several.
+--scaling its second. With a given number of envs a batch has at most 32,768 steps: with many of them rollouts are
+shorter. The runs take turns (A B A B ...), so that a drift of the machine's speed meets all, and what counts is the
+median of the pairs' ratios. The speed is the steady one: the first iteration, with whatever was compiled there, is not
+in it, on either side. Peak memory is the host's, of the training process, of the first one where torchrun starts
+several. With --minutes nothing new is begun once they are over, and the same command, given again, goes on with what
+this commit has not been measured in on this machine.
 
 Results are printed and written to benchmark/results/throughput.csv, or with --scaling to scaling.csv, from which
 `python benchmark/report.py` makes the tables of docs/results.md.
@@ -22,6 +24,7 @@ import contextlib
 import csv
 import importlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -31,9 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from learning_curves import machine
+from learning_curves import machine, read
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -57,24 +61,24 @@ OURS = {
 }
 DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
 WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "cartpole-lstm"}
-LARGEST_BATCH = 32_768  # steps, with --scaling
+LARGEST_BATCH = 32_768  # steps, with a given number of envs
 SETTING = ["task", "num_envs", "processes", "device", "compiled"]
 COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]
 
 
-def arguments(task: str, num_envs: int, scaling: bool = False) -> tuple[str, dict]:
+def arguments(task: str, num_envs: int) -> tuple[str, dict]:
     """A task's script and arguments, with as many envs, 0 for the task's own number."""
     name, changes = OURS[task]
-    changes = dict(total_timesteps=10**9) | changes | (dict(num_envs=num_envs) if num_envs else {})
-    if scaling:
-        num_steps = importlib.import_module(name).Args().num_steps
-        changes["num_steps"] = min(num_steps, LARGEST_BATCH // num_envs)
+    changes = dict(total_timesteps=10**9) | changes
+    if num_envs:
+        num_steps = changes.get("num_steps", importlib.import_module(name).Args().num_steps)
+        changes |= dict(num_envs=num_envs, num_steps=min(num_steps, LARGEST_BATCH // num_envs))
     return name, changes
 
 
 def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: float, scaling: bool) -> float:
     """Train with our script; return env steps per second."""
-    name, changes = arguments(task, num_envs, scaling)
+    name, changes = arguments(task, num_envs)
     script = importlib.import_module(name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -182,14 +186,36 @@ def commit() -> str:
     return head.stdout.strip() + ("-dirty" if changed else "") or "unknown"
 
 
+def possible(tasks: list[str], numbers: list[int]) -> list[dict]:
+    """Each task with each number of envs, 0 for its own, but for what its script refuses."""
+    settings = []
+    for task, number in itertools.product(tasks, numbers):
+        name, changes = arguments(task, number)
+        script = importlib.import_module(name)
+        try:
+            settings.append(dict(task=task, num_envs=script.Args(**changes).num_envs))
+        except script.UserError as error:  # such as fewer sequences than minibatches
+            print(f"{task} with {number} envs: {error}")
+    return settings
+
+
+def still_to_measure(path: Path, settings: list[dict], minutes: float | None) -> Iterator[dict]:
+    """The settings, each with its commit and machine; with `minutes`, while these last, those that `path` lacks."""
+    begun = time.monotonic()
+    for setting in settings:
+        rows = read(path) if minutes else []
+        if any(all(row[name] == str(value) for name, value in setting.items()) for row in rows):
+            continue
+        if minutes and time.monotonic() - begun > 60 * minutes:
+            print("the time is over: the same command goes on")
+            return
+        yield setting
+
+
 def write(path: Path, row: dict, columns: list[str], setting: list[str]) -> None:
     """Put a row into a file of results, in the place of an older one of the same setting on the same machine."""
-    rows = []
-    if path.exists():
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
     same = lambda other: all(str(other[name]) == str(row[name]) for name in [*setting, "machine"])
-    rows = [other for other in rows if not same(other)] + [row]
+    rows = [other for other in read(path) if not same(other)] + [row]
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -205,6 +231,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
     parser.add_argument("--processes", type=int, default=1, help="of our side, by torchrun")
+    parser.add_argument("--minutes", type=float, help="begin nothing new after these; leave out what is measured")
     parser.add_argument("--alone", action="store_true", help="only our side")
     parser.add_argument("--scaling", action="store_true", help="each task with 1 to 256 envs, into scaling.csv")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -214,16 +241,11 @@ def main() -> None:
         return
     numbers = [1, 4, 16, 64, 256] if args.scaling else args.num_envs
     modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
-    begun_with, place = commit(), machine(args.device)
-    for task, num_envs in [(task, number) for task in args.tasks for number in numbers]:
-        script, changes = arguments(task, num_envs, args.scaling)
-        module = importlib.import_module(script)
-        try:
-            envs = module.Args(**changes).num_envs
-        except module.UserError as error:  # such as fewer sequences than minibatches
-            print(f"{task} with {num_envs} envs: {error}")
-            continue
-        setting = dict(task=task, num_envs=num_envs, device=args.device)
+    path = RESULTS / ("scaling.csv" if args.scaling else "throughput.csv")
+    same = dict(device=args.device, processes=args.processes, commit=commit(), machine=machine(args.device))
+    settings = [task | same for task in possible(args.tasks, numbers)]
+    for setting in still_to_measure(path, settings, args.minutes):
+        task, num_envs = setting["task"], setting["num_envs"]
         with_peer = task in WITH_PEER and not args.alone
         sides = [("ours", compiled) for compiled in modes] + [("sb3", False)] * with_peer
         speeds, peaks = {side: [] for side in sides}, dict.fromkeys(sides, 0.0)
@@ -231,19 +253,20 @@ def main() -> None:
             for side in sides:
                 name, compiled = side
                 processes = args.processes if name == "ours" else 1
-                speed, peak = measure(name, processes, args.seconds, compiled=compiled, scaling=args.scaling, **setting)
+                how = dict(device=args.device, compiled=compiled, scaling=args.scaling)
+                speed, peak = measure(name, processes, args.seconds, task=task, num_envs=num_envs, **how)
                 speeds[side].append(speed)
                 peaks[side] = max(peaks[side], peak)
         for compiled in modes:
             ours, peer = speeds["ours", compiled], speeds.get(("sb3", False))
-            row = setting | dict(processes=args.processes, compiled="yes" if compiled else "no", repeats=args.repeats)
-            row |= dict(num_envs=envs, ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
+            row = setting | dict(compiled="yes" if compiled else "no", repeats=args.repeats)
+            row |= dict(ours=f"{statistics.median(ours):.0f}", peer="", ratio="")
             if peer:
                 ratio = statistics.median(a / b for a, b in zip(ours, peer))
                 row |= dict(peer=f"{statistics.median(peer):.0f}", ratio=f"{ratio:.2f}")
-            row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}", commit=begun_with, machine=place)
+            row |= dict(peak_memory_mb=f"{peaks['ours', compiled]:.0f}")
             print(row, flush=True)
-            write(RESULTS / ("scaling.csv" if args.scaling else "throughput.csv"), row, COLUMNS, SETTING)
+            write(path, row, COLUMNS, SETTING)
 
 
 if __name__ == "__main__":

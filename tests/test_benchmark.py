@@ -39,7 +39,6 @@ def test_each_part_of_the_time_is_told_apart(monkeypatch):
     monkeypatch.setattr(ppo.Run, "log", slowed(ppo.Run.log, "rest"))
     monkeypatch.setattr(ppo.Run, "note_episodes", ppo.Run.note_episodes)  # put back, as all that time_parts replaces
     found = parts.time_parts("cartpole", 4, "cpu", False, seconds=0)
-    assert found.pop("num_envs") == 4
     for part, microseconds in found.items():
         assert microseconds >= 1e6 * waits[part] * calls[part] / 512, part
 
@@ -166,3 +165,37 @@ def test_operations_are_those_of_the_networks(monkeypatch):
     for_inputs = sum(inputs * outputs for network in layers for inputs, outputs in network[1:])  # of no observation
     epochs, per_product = 4, 2
     assert parts.count_flops("cartpole") == epochs * per_product * (2 * forward + for_inputs) / 1e6
+
+
+def test_what_there_is_no_time_for_is_measured_later(monkeypatch, tmp_path):
+    """Catches: a measurement that is begun when the time is over, or again, or left out for a row of another commit."""
+    path, now = tmp_path / "speeds.csv", [0.0]
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
+    settings = [dict(task=task, num_envs=4, machine="here", commit="new") for task in ("a", "b", "c", "d")]
+    throughput.write(path, settings[1] | dict(commit="old"), list(settings[0]), ["task", "num_envs"])
+
+    def measure(minutes) -> str:
+        measured = []
+        for setting in throughput.still_to_measure(path, settings, minutes):
+            throughput.write(path, setting, list(setting), ["task", "num_envs"])
+            measured.append(setting["task"])
+            now[0] += 40
+        return "".join(measured)
+
+    assert measure(minutes=1) == "ab"
+    assert measure(minutes=1) == "cd"
+    assert measure(minutes=1) == ""
+    assert measure(minutes=None) == "abcd"
+
+
+def test_batches_of_many_envs_are_bounded():
+    """Catches: a million steps in an iteration of HalfCheetah with 512 envs; a task's own rollouts cut short."""
+    for task in throughput.DEFAULT_TASKS:
+        assert "num_steps" not in throughput.arguments(task, 0)[1]
+        for num_envs in (1, 8, 64, 512):
+            _, changes = throughput.arguments(task, num_envs)
+            assert changes["num_envs"] * changes["num_steps"] <= 32_768
+    assert throughput.arguments("halfcheetah", 512)[1]["num_steps"] == 64
+    assert throughput.arguments("breakout", 64)[1]["num_steps"] == 128
+    refused = throughput.possible(["cartpole", "cartpole-lstm"], [0, 512])  # sequences of 128 steps in rollouts of 64
+    assert refused == [dict(task="cartpole", num_envs=n) for n in (4, 512)] + [dict(task="cartpole-lstm", num_envs=8)]

@@ -1,4 +1,4 @@
-"""On a GPU: `python -m pytest -m cuda -n 0`. Skipped where there is none.
+"""On a GPU: `python -m pytest -m cuda -n 0`. Skipped where there is none. docs/running.md has it in three parts.
 
 Training, resume and evaluation of each script; checkpoints that change between GPU and CPU; --compile with CUDA graphs;
 two processes on one GPU; and no wait for the GPU in an update.
@@ -102,7 +102,11 @@ def test_compiled_equals_eager(script, monkeypatch):
 def test_a_compiled_policy_trains(script):
     """Catches: a rollout whose actions, values or memory are those of another step."""
     torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["inductor"]
+    skipped = counted["cudagraph_skips"]
     compiled = ten_iterations(script, compile=True)
+    if script.__name__ in ("ppo", "ppo_continuous_action", "ppo_atari"):  # the others have pieces that are not compiled
+        assert counted["cudagraph_skips"] == skipped, "a graph that is not replayed by CUDA graphs"
     kl = [value for _, value in read_scalars(compiled)["losses/approx_kl"]]
     assert len(kl) == 10
     assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
@@ -112,7 +116,8 @@ def test_a_compiled_policy_trains(script):
 def test_compiled_bfloat16_trains(script):
     """Catches: CUDA graphs that do not bear autocast, which the other tests leave off."""
     torch._dynamo.reset()
-    compiled = ten_iterations(script, compile=True, bf16=True)
+    grids = dict(env_id="MicrortsMining-v1") if script.__name__ == "ppo_multidiscrete" else {}  # a CNN, and masks
+    compiled = ten_iterations(script, compile=True, bf16=True, **grids)
     assert all(torch.isfinite(p).all() for p in parameters(compiled).values())
 
 
