@@ -292,9 +292,9 @@ class Agent(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 1, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255  # [atari 9]
             if not self.bf16 or obs.is_cuda:  # channels last: 1.6 times as fast for float32 on a CPU, usual on a GPU
-                pixels = pixels.contiguous(memory_format=torch.channels_last)
+                obs = obs.contiguous(memory_format=torch.channels_last)
+            pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)  # [atari 9]
             return self.network(pixels).float()
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
