@@ -790,8 +790,7 @@ class Run(contextlib.ExitStack):
             save_due = finished or self.iteration % args.checkpoint_every == 0
             if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
                 self.save(agent, optimizer)
-            resumed_here = self.global_step == self.start_step
-            eval_due = args.eval_every and self.iteration % args.eval_every == 0 and not resumed_here
+            eval_due = args.eval_every and self.iteration % args.eval_every == 0 and self.global_step > self.start_step
             if args.eval_episodes and (finished or eval_due) and not stop:
                 self.evaluate()
                 stop = self.stop_signal()
@@ -803,6 +802,7 @@ class Run(contextlib.ExitStack):
             yield self.iteration
             if args.compile and self.global_step == self.start_step + args.batch_size:
                 gc.freeze()  # a collection, which MicroRTS's Java asks for often, would search what was compiled: 0.1 s
+                self.callback(gc.unfreeze)
         self.close()
         seconds = time.perf_counter() - self.start_time
         say(f"{self.global_step:,} steps, {seconds:.0f} s, {self.progress()}, in {self.folder}")

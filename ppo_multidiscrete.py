@@ -689,17 +689,12 @@ class FilmGames(gym.wrappers.vector.RecordVideo):
     """Films the first episodes of game 0 as `Film` does other envs (below): each frame is written at once."""
 
     writer = None
+    _capture_frame = lambda self: Film._capture_frame(self)
+    stop_recording = lambda self: Film.stop_recording(self)
 
     def __init__(self, envs: VectorEnv, folder: Path, episodes: int):
         with warnings.catch_warnings(action="ignore"):  # an episode's last frame is missing: the next one has begun
             super().__init__(envs, str(folder), episode_trigger=lambda episode: episode < episodes)
-
-    def _capture_frame(self) -> None:
-        Film._capture_frame(self)
-
-    def stop_recording(self) -> None:
-        """End the video."""
-        Film.stop_recording(self)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1085,8 +1080,7 @@ class Run(contextlib.ExitStack):
             save_due = finished or self.iteration % args.checkpoint_every == 0
             if self.rank == 0 and (save_due or (stop and not args.exact_resume)):
                 self.save(agent, optimizer)
-            resumed_here = self.global_step == self.start_step
-            eval_due = args.eval_every and self.iteration % args.eval_every == 0 and not resumed_here
+            eval_due = args.eval_every and self.iteration % args.eval_every == 0 and self.global_step > self.start_step
             if args.eval_episodes and (finished or eval_due) and not stop:
                 self.evaluate()
                 stop = self.stop_signal()
@@ -1098,6 +1092,7 @@ class Run(contextlib.ExitStack):
             yield self.iteration
             if args.compile and self.global_step == self.start_step + args.batch_size:
                 gc.freeze()  # a collection, which MicroRTS's Java asks for often, would search what was compiled: 0.1 s
+                self.callback(gc.unfreeze)
         self.close()
         seconds = time.perf_counter() - self.start_time
         say(f"{self.global_step:,} steps, {seconds:.0f} s, {self.progress()}, in {self.folder}")
