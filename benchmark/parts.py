@@ -2,7 +2,7 @@
 
 Run:   pip install -r benchmark/requirements.txt
        python benchmark/parts.py --tasks cartpole halfcheetah --compile both
-       python benchmark/parts.py --device cuda --num-envs 8 64 512 --minutes 9
+       python benchmark/parts.py --device cuda --num-envs 8 64 512 --compile both --minutes 8
        python benchmark/parts.py --flops
 
 Each task trains in a process of its own for --seconds, and a clock is read where one part hands over to the next:

@@ -433,7 +433,9 @@ def page() -> str:
             "What limits the speed on a CPU: in CartPole and HalfCheetah the number of calls, for their networks are "
             "so small that they compute at a few GFLOP/s; `--compile` makes fewer calls of them. With many CartPoles "
             "it is the envs, which are Python. In Breakout and MicroRTS half of the time is the update's arithmetic: "
-            "even a policy that cost nothing would gain no more than `policy free` shows.\n"
+            "even a policy that cost nothing would gain no more than `policy free` shows. (Of commit 3103c71, MicroRTS "
+            "compiled is too slow by what is in its `envs`: garbage collections that no longer search what was "
+            "compiled.)\n"
         )
         parts.append(by_machine(rows, table_of_parts))
     if rows := read("threads.csv"):

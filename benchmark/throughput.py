@@ -4,7 +4,7 @@ Run:   pip install -r benchmark/requirements.txt
        python benchmark/throughput.py --tasks cartpole breakout --repeats 5
        python benchmark/throughput.py --tasks cartpole --compile --alone
        python benchmark/throughput.py --tasks breakout-lstm --alone --processes 2
-       python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both --minutes 9
+       python benchmark/throughput.py --device cuda --num-envs 8 64 512 --compile both --repeats 1 --minutes 7
        python benchmark/throughput.py --scaling --alone
 
 Each run is a process of its own and trains for --seconds, or until its third iteration if that comes later, with

@@ -128,6 +128,14 @@ def test_a_comparison_is_of_the_same_seeds_and_steps(monkeypatch, tmp_path):
     assert [line.split(" | ", 1)[1] for line in lines[2:]] == ["1, 2 | 10.00, 20.00 | 15.00 ± 5.00 |"] * 2
 
 
+def test_the_front_page_tells_the_speed_that_was_measured():
+    """Catches: a claim of the best task, or of a faster machine than others that were measured."""
+    rows = importlib.import_module("report").read("throughput.csv")
+    ratios = [float(row["ratio"]) for row in rows if row["ratio"]]
+    claim = f"{min(ratios):.1f} to {max(ratios):.0f} times as fast as Stable-Baselines3"
+    assert claim in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_the_front_page_is_short():
     """The README grew until nobody reads it; docs/ is there for the rest."""
     lines = README.read_text().count("\n")
