@@ -113,7 +113,7 @@ class Args:
 
 
 def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
-    """Return `num_envs` copies of the env with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
+    """Return `num_envs` envs with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
 
     Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
     returned one opens the next episode. With `render`, envs.render() returns images. Raises UserError for spaces that
@@ -130,14 +130,14 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         if isinstance(env.action_space, Box):
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
             env.action_space = env.env.action_space  # ClipAction's own has no bounds
-        if not isinstance(env.observation_space, Box):  # Discrete ones become one-hot, Dict and Tuple ones are joined
+        if not isinstance(env.observation_space, Box):  # Discrete: one-hot; Dict and Tuple: joined
             env = gym.wrappers.FlattenObservation(env)
-        return gym.wrappers.TransformObservation(env, np.array, None)  # a copy: reset() may overwrite the last
+        return gym.wrappers.TransformObservation(env, np.array, None)  # a copy, which stays as it is
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
     mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
-    envs.close = functools.partial(envs.close, timeout=1)  # seconds, after which a worker that hangs is killed
+    envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
     if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and is_float):
@@ -287,8 +287,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
     loss.backward()
-    for parameter in agent.parameters() if PROCESSES > 1 else ():  # each process has its part of the minibatch [aux 2]
-        parameter.grad = average(parameter.grad)
+    for p in agent.parameters() if PROCESSES > 1 else ():  # each has its part of M [aux 2]
+        p.grad = average(p.grad) if p.requires_grad else None
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
@@ -296,14 +296,14 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        T, N = args.num_steps, args.num_envs // PROCESSES  # N is this process's part, if torchrun started several
+        T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
         minibatch_size = args.minibatch_size // PROCESSES
         envs = make_envs(args, N)
         run.callback(envs.close)
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
         gradient_fn = run.compile(compute_gradients)
-        act = torch.inference_mode()(run.compile(agent.get_action, on_cpu=False))  # faster, without gradients
+        act = torch.inference_mode()(run.compile(agent.get_action, on_cpu=False))  # no gradients
         get_value = torch.inference_mode()(agent.get_value)
 
         to_tensor = functools.partial(torch.as_tensor, device=run.device)
@@ -337,12 +337,12 @@ def train(args: Args) -> Path:
                 if (cut := truncations[step]).any():
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_episodes(truncations[step], infos)
-            run.require_finite(obs, next_obs, rewards)  # else an infinity could be hidden by a tanh or a clip
-            with torch.no_grad():  # for the whole rollout at once, which is faster than step by step
+            run.require_finite(obs, next_obs, rewards)  # a tanh or a clip could hide an infinity
+            with torch.no_grad():  # of all steps at once, which is faster
                 _, logprobs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
             logprobs, values = logprobs.view(T, N), values.view(T, N)
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
-            next_values = torch.where(to_tensor(truncations), final_values, next_values)  # where terminated, unused
+            next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
             # reward scale [cont 8]: the std of discounted sums of past rewards, as in OpenAI's baselines
             scaled_rewards = to_tensor(rewards)
@@ -353,7 +353,7 @@ def train(args: Args) -> Path:
 
             # advantages
             dones = to_tensor(terminations | truncations).float()
-            gae_lambda = args.gae_lambda if args.gae else 1.0  # with lambda 1 the returns are n-step returns
+            gae_lambda = args.gae_lambda if args.gae else 1.0  # 1: n-step returns
             advantages, returns = compute_gae(
                 scaled_rewards, values, next_values, to_tensor(terminations).float(), dones, args.gamma, gae_lambda
             )
@@ -363,7 +363,7 @@ def train(args: Args) -> Path:
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
-                    minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster: whole rows
+                    minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster
                     optimizer.zero_grad()
                     stats.append(gradient_fn(agent, minibatch, loss_args))
                     optimizer.step()
@@ -380,7 +380,7 @@ def train(args: Args) -> Path:
             run.log(stats, {"charts/learning_rate": learning_rate, "losses/explained_variance": explained_variance})
 
             # save, evaluate, stop
-            last = iteration == args.num_iterations or run.stopped()  # by a signal, or for --patience
+            last = iteration == args.num_iterations or run.stopped()  # a signal, or --patience
             if last or iteration % args.checkpoint_every == 0:
                 run.save(agent, optimizer)
             if last or (args.eval_every and iteration % args.eval_every == 0):
@@ -391,9 +391,9 @@ def train(args: Args) -> Path:
 
 
 def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[float]:
-    """Return the undiscounted returns of `episodes` whole episodes of a saved agent, on a fresh env with its own seed.
+    """Return the undiscounted returns of `episodes` whole episodes of a saved agent, in a fresh env.
 
-    `args` are those of the run, unless given; with args.capture_video the episodes are filmed, in videos/step_N.mp4
+    `args` are those of the run, unless given. With args.capture_video it is filmed, in videos/step_N.mp4
     beside the checkpoint. A signal ends it. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -407,7 +407,7 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
         film = imageio.get_writer(path, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
     returns = []
     with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(args.seed)  # torch.manual_seed would reseed the GPU, too
+        torch.default_generator.manual_seed(args.seed)  # and not the GPU's
         agent = Agent(envs, args).eval()
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
@@ -421,7 +421,7 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
     mean, std = np.mean(returns or math.nan), np.std(returns or math.nan)
-    print(f"evaluation: mean return {mean:.2f} ± {std:.2f} over {len(returns)} of {episodes} episodes", flush=True)
+    print(f"evaluation: mean return {mean:.2f} ± {std:.2f} over {len(returns)} of {episodes} episodes")
     return returns
 
 
@@ -439,7 +439,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 PROCESSES = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1  # of torchrun
-RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # of this process; 0 writes, prints, evaluates
+RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and evaluates
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(OSError, ValueError):  # a container's share; "max" where there is no limit
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -479,7 +479,7 @@ def check_args(args: Args) -> None:
     try:
         json.loads(args.env_kwargs).items()
     except (AttributeError, TypeError, ValueError):
-        raise UserError(f"--env-kwargs must be a JSON object, as in --help, not {args.env_kwargs}") from None
+        raise UserError(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from None
     if args.evaluate or args.capture_video or args.eval_every:
         args.eval_episodes = args.eval_episodes or 10
 
@@ -506,7 +506,7 @@ def gather(items: list) -> list:
 
 
 def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=None) -> dict:
-    """Read a checkpoint onto the CPU, without running code from it; load the agent and optimizer that are given."""
+    """Read a checkpoint onto the CPU, running no code from it; load the agent and optimizer given."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         Args(**state["args"])
@@ -526,7 +526,7 @@ def checkpoint_of(run: Path | str) -> Path:
 
 
 def saved_args(run: Path | str, **changes) -> Args:
-    """The arguments of a run with changes: train(saved_args(folder, total_timesteps=10**6)) goes on with it."""
+    """The arguments of a run, with changes: train(saved_args(folder, gamma=0.9)) goes on with it."""
     return Args(**load_checkpoint(checkpoint_of(run))["args"] | dict(resume=str(run)) | changes)
 
 
@@ -569,7 +569,7 @@ class Run(contextlib.ExitStack):
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32
 
     def begin(self, agent: nn.Module, optimizer) -> None:
-        """Load what is to be resumed, then make the folder and begin to log: all input has been checked."""
+        """Load what is to be resumed, then make the folder and begin to log."""
         args = self.args
         if args.resume:
             path = checkpoint_of(args.resume)
@@ -581,7 +581,7 @@ class Run(contextlib.ExitStack):
         self.start_step = self.global_step
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
-            self.folder.mkdir(parents=True, exist_ok=bool(args.resume))  # else raises if another run has it
+            self.folder.mkdir(parents=True, exist_ok=bool(args.resume))  # raises if another run has it
             copy = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
             copy.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
             if args.track:
@@ -602,7 +602,7 @@ class Run(contextlib.ExitStack):
             self.evaluate()  # what cannot be filmed is known now, and there is a baseline
 
     def start_wandb(self) -> None:
-        """Mirror the log to wandb, to the run of the checkpoint on resume; its failure never stops a run."""
+        """Mirror the log to wandb, on resume to the same run; its failure never stops a run."""
         args = self.args
         try:
             import wandb
@@ -642,17 +642,17 @@ class Run(contextlib.ExitStack):
                 raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
-        """With --compile, `function` as a graph that is called from C++, or on a GPU replayed by CUDA graphs."""
+        """With --compile, `function` as a graph, called from C++ or, on a GPU, replayed by CUDA graphs."""
         if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
             return function  # not on_cpu: it is so small that calling its graph takes longer
-        torch._dynamo.config.trace_autograd_ops = PROCESSES == 1  # loss.backward() is part of the graph
+        torch._dynamo.config.trace_autograd_ops = PROCESSES == 1  # loss.backward() is in the graph
         if self.device.type == "cpu":
             return torch.compile(function, options={"cpp_wrapper": True}, dynamic=False)
         graph = torch.compile(function, options={"triton.cudagraphs": True}, dynamic=False)
         return lambda *args: torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, graph(*args))  # else overwritten
 
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
-        """Log an iteration: the mean of `stats`, one dict a minibatch, as losses/NAME, and `scalars`."""
+        """Log an iteration: the means of `stats`, a dict a minibatch, as losses/NAME, and `scalars`."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])
         means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
@@ -679,16 +679,16 @@ class Run(contextlib.ExitStack):
             print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress}", flush=True)
 
     def stopped(self) -> bool:
-        """Whether the run ends before its last iteration: upon a signal to any process, or for --patience."""
+        """Whether the run ends early: upon a signal to any of the processes, or for --patience."""
         SIGNALS[:] = gather(SIGNALS)
         waited = self.global_step - self.kept["best_step"]
         return bool(SIGNALS) or 0 < self.args.patience * self.args.batch_size <= waited
 
     def save(self, agent: nn.Module, optimizer) -> None:
-        """Write all that a resumed run needs; a kill or a full disk leaves the old file or the new one."""
+        """Write all that a resumed run needs; whatever happens, the old file or the new one is there."""
         self.episodes_restart |= self.args.exact_resume  # as after a time limit
         if RANK > 0 or (SIGNALS and self.args.exact_resume and self.iteration % self.args.checkpoint_every):
-            return  # resumed from here, a run would have a reset that one which never stopped has not
+            return  # resumed from here, it would have a reset that an unbroken run has not
         self.writer.flush()  # the log is never behind the checkpoint
         is_best = self.kept["score"] >= self.kept["best_score"]
         self.kept["best_score"] = max(self.kept["score"], self.kept["best_score"])
@@ -697,7 +697,7 @@ class Run(contextlib.ExitStack):
         temporary = self.folder / "checkpoint.tmp"
         for name in ("checkpoint.pt", "best.pt")[: 1 + is_best]:
             torch.save(torch.utils._pytree.tree_map_only(np.generic, np.generic.item, state), temporary)
-            torch.load(temporary, map_location="cpu", weights_only=True)  # raises if it cannot be read back
+            torch.load(temporary, map_location="cpu", weights_only=True)  # can it be read back?
             os.replace(temporary, self.folder / name)
 
     def evaluate(self) -> None:
@@ -717,13 +717,13 @@ class Run(contextlib.ExitStack):
         if RANK == 0:
             print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
         if SIGNALS and self.iteration < self.args.num_iterations:
-            print(f"stopped by a signal; to go on: python {__file__} --resume {self.folder}", flush=True)
+            print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
             sys.exit(128 + SIGNALS[0])
         return self.folder
 
 
 def main() -> None:
-    """Do what the command line asks for, on top of the arguments of the run to resume or to evaluate."""
+    """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note_signal)
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
@@ -735,8 +735,8 @@ def main() -> None:
     if PROCESSES > 1:
         if gpus := torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # nccl wants a GPU for each
-        dist.init_process_group(backend, timeout=timedelta(days=1))  # they wait while rank 0 evaluates
+        backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # else nccl
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # as long as 0 may evaluate
     if not args.evaluate:
         train(args)
     elif RANK == 0:

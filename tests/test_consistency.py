@@ -35,28 +35,28 @@ MAY_DIFFER = {
 # of these the closest script's lines that may go, and the lines that may come, at most; any other copy is exact
 MOST_CHANGES = {
     "train": {
-        "ppo_atari": (7, 4),
+        "ppo_atari": (6, 5),
         "ppo_continuous_action": (2, 14),
         "ppo_lstm": (17, 36),
         "ppo_atari_lstm": (8, 25),
-        "ppo_multidiscrete": (8, 9),
+        "ppo_multidiscrete": (7, 10),
     },
     "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
 }
 
-# the longest that each script may be, in lines above the fold; they may come down (wanted: Atari's LSTM 480,
-# MicroRTS 280), but never go up
+# the longest that each script may be, in lines; they may come down, but never go up
 MOST_LINES = {
-    "ppo": 350,
-    "ppo_atari": 409,
-    "ppo_continuous_action": 419,
-    "ppo_atari_lstm": 507,
-    "ppo_lstm": 491,
-    "ppo_multidiscrete": 417,  # above MicroRTS, which has lines of its own
+    "ppo": 680,
+    "ppo_atari": 750,
+    "ppo_continuous_action": 760,
+    "ppo_atari_lstm": 830,
+    "ppo_lstm": 830,
+    "ppo_multidiscrete": 1040,  # with MicroRTS, which has lines of its own
 }
-MOST_LINES_OF_MICRORTS = 282
-MOST_LINES_OF_THE_FOLD = 784
-MOST_LINES_OF_TRAIN, MOST_LINES_OF_ITS_LOOP = 80, 60  # in ppo.py
+MOST_LINES_OF_MICRORTS = 280
+MOST_LINES_OF_THE_FOLD = 325
+MOST_WIDE_LINES = 0.17  # the share of lines that may pass 100 columns: shorter means less to understand, not denser
+MOST_LINES_OF_TRAIN, MOST_LINES_OF_ITS_LOOP = 84, 60  # in ppo.py
 MOST_LEVELS = 4  # how deep blocks may lie in one another inside train: if in for in for in with
 
 DETAILS = {
@@ -211,11 +211,18 @@ def assert_short(what: str, lines: int, most: int) -> None:
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_a_script_is_short(name):
     """Catches: a feature that costs every reader of a script its lines."""
-    text = above_the_fold(name)
-    if MICRORTS in text:
-        text, microrts = cut_at(MICRORTS, text, name)
+    assert_short(f"{name}.py", SOURCE[name].count("\n"), MOST_LINES[name])
+    if MICRORTS in SOURCE[name]:
+        microrts = cut_at(MICRORTS, above_the_fold(name), name)[1]
         assert_short(f"MicroRTS in {name}.py", microrts.count("\n"), MOST_LINES_OF_MICRORTS)
-    assert_short(f"{name}.py above the fold", text.count("\n"), MOST_LINES[name])
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_few_lines_are_wide(name):
+    """Catches: a budget of lines that was kept by longer ones."""
+    lines = SOURCE[name].splitlines()
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > 100]
+    assert len(wide) <= MOST_WIDE_LINES * len(lines), f"{name}.py: {len(wide)} lines pass 100 columns: {wide}"
 
 
 def test_the_fold_is_short():
@@ -230,7 +237,7 @@ def train_of(name: str) -> ast.FunctionDef:
 def test_train_is_short():
     """Catches: a story that no longer fits on a screen."""
     train = train_of("ppo")
-    (loop,) = (n for n in ast.walk(train) if isinstance(n, ast.For) and "run.iterations" in ast.unparse(n.iter))
+    (loop,) = (n for n in ast.walk(train) if isinstance(n, ast.For) and "run.iteration" in ast.unparse(n.iter))
     assert_short("train in ppo.py", train.end_lineno - train.lineno + 1, MOST_LINES_OF_TRAIN)
     assert_short("the loop of train in ppo.py", loop.end_lineno - loop.lineno, MOST_LINES_OF_ITS_LOOP)
 
@@ -288,7 +295,6 @@ def test_pins_cover_every_import(name):
     for module in imported_modules(name) - sys.stdlib_module_names:
         packages = {re.sub("[-_.]+", "-", package).lower() for package in packages_of[module]}
         assert packages & pinned, f"{module} comes from {packages}"
-    assert "moviepy" in pinned, "RecordVideo imports it"
     if "AtariPreprocessing" in SOURCE[name]:
         assert "opencv-python-headless" in pinned, "AtariPreprocessing imports it"
 

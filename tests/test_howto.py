@@ -133,7 +133,9 @@ def test_the_sweep_is_one_that_the_script_understands(launcher):
         name: rule.get("value", rule.get("values", [rule.get("min")])) for name, rule in sweep["parameters"].items()
     }
     chosen = {name: value[0] if isinstance(value, list) else value for name, value in chosen.items()}
-    arguments = [f"--{name}={value}" for name, value in chosen.items()]  # as an agent of wandb spells them
+    assert "${args_no_boolean_flags}" in sweep["command"]
+    spelled = {name: f"--{name}" if value is True else f"--{name}={value}" for name, value in chosen.items()}
+    arguments = [spelled[name] for name, value in chosen.items() if value is not False]  # as an agent of wandb does it
     result = launcher.run(sweep["program"].removesuffix(".py"), *arguments, *flags(num_envs=2))
     assert result.returncode == 0, result.stderr
     (run_dir,) = Path("runs").iterdir()
