@@ -145,8 +145,8 @@ class AtariLives(VectorWrapper):
         if self.fire is not None:
             actions = np.where(self.life_starts, self.fire, actions)
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        # a finished game has been reset: its lives are full again, and so have not fallen
-        life_lost = (infos["lives"] > 0) & (infos["lives"] < self.lives)
+        # a finished game has been reset: its lives are those of the next one
+        life_lost = (infos["lives"] > 0) & (infos["lives"] < self.lives) & ~(terminations | truncations)
         self.lives = infos["lives"]
         self.life_starts = life_lost | terminations | truncations
         return obs, np.sign(rewards), terminations | life_lost, truncations, infos
@@ -414,7 +414,7 @@ def train(args: Args) -> Path:
                     states[step // S] = next_state
                 step_starts = next_starts.to(run.device)
                 actions[step], logprobs[step], _, values[step], next_state = act(obs[step], next_state, step_starts)
-                env_actions = actions[step].cpu().numpy()
+                env_actions = actions[step].cpu().numpy().astype(action_space.dtype)  # a copy
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if (cut := truncations[step]).any():
                     final_obs = to_tensor(np.stack(infos["final_obs"][cut]))
@@ -570,7 +570,7 @@ def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
 def average(x: Tensor) -> Tensor:
     """The mean of x over all processes; on one process, x."""
     if PROCESSES > 1:
-        dist.all_reduce(x)
+        torch.compiler.disable(dist.all_reduce)(x)
     return x / PROCESSES
 
 
@@ -591,10 +591,10 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
             agent.load_state_dict(state["agent"])
         if optimizer:  # its options are those of the script and the command line
             optimizer.load_state_dict(state["optimizer"] | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
-    return state
 
 
 def checkpoint_of(run: Path | str) -> Path:
@@ -610,16 +610,16 @@ def saved_args(run: Path | str, **changes) -> Args:
 def picture(envs: VectorEnv) -> np.ndarray:
     """What the first env shows: (H, W), or (H, W, C) of 1, 3 or 4 channels, uint8."""
     image = np.asarray(envs.render()[0])
-    if image.dtype.kind not in "buif" or image.shape[2:] not in ((), (1,), (3,), (4,)):
+    if not image.size or image.ndim < 2 or image.shape[2:] not in ((), (1,), (3,), (4,)):
         raise UserError(f"cannot film {image.dtype} of shape {image.shape}: render (H, W, 3)")
-    scale = 255 if image.dtype != np.uint8 and image.max() <= 1 else 1
+    scale = 255.0 if image.dtype != np.uint8 and image.max() < 1.5 else 1.0
     return (image * scale).clip(0, 255).astype(np.uint8)
 
 
 def note_signal(signum: int, frame) -> None:
     """Have the run end after this iteration; a second Ctrl-C ends it at once."""
     SIGNALS.append(signum)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
 
 
@@ -791,8 +791,7 @@ class Run(contextlib.ExitStack):
     def finish(self) -> Path:
         """Close everything, say how the run ended, and return its folder."""
         self.close()
-        if RANK == 0:
-            print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
+        print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
         if SIGNALS and self.iteration < self.args.num_iterations:
             print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
             sys.exit(128 + SIGNALS[0])
@@ -812,6 +811,7 @@ def main() -> None:
     if PROCESSES > 1:
         if gpus := torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # else nccl
         dist.init_process_group(backend, timeout=timedelta(days=1))  # as long as 0 may evaluate
     if not args.evaluate:
@@ -824,6 +824,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (UserError, gym.error.Error) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (UserError, gym.error.Error, KeyboardInterrupt) as error:
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)

@@ -346,7 +346,7 @@ def train(args: Args) -> Path:
                 obs[step] = torch.as_tensor(next_obs)
                 actions[step], logprobs[step], _, values[step] = act(obs[step])  # together: CNN and masks are shared
                 masks[step] = agent.masks  # those that this action was chosen by
-                env_actions = actions[step].cpu().numpy()
+                env_actions = actions[step].cpu().numpy().astype(action_space.dtype)  # a copy
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if (cut := truncations[step]).any():
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
@@ -531,7 +531,7 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
         if frame_skip is None:  # the tables' 9, which 0.3.2's Java ignores
             frame_skip = 9 if self.v1 and opponent != WORKER_RUSH else 0
         if frame_skip < 0 or (frame_skip and not self.v1):
-            raise TypeError(f"frame_skip must be {'0 or more' if self.v1 else '0, except in v1'}, not {frame_skip}")
+            raise UserError(f"frame_skip must be {'0 or more' if self.v1 else '0, except in v1'}, not {frame_skip}")
         self.frame_skip, self.exact_masks = frame_skip, True  # False: the original's masks, see unit_action_mask
         self.side = side = 10 if env_id[-1] in "12" else 16
         two = "Two" if env_id in ("MicrortsMining-v2", "MicrortsProduceWorker-v2") else ""
@@ -763,7 +763,7 @@ def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
 def average(x: Tensor) -> Tensor:
     """The mean of x over all processes; on one process, x."""
     if PROCESSES > 1:
-        dist.all_reduce(x)
+        torch.compiler.disable(dist.all_reduce)(x)
     return x / PROCESSES
 
 
@@ -784,10 +784,10 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
             agent.load_state_dict(state["agent"])
         if optimizer:  # its options are those of the script and the command line
             optimizer.load_state_dict(state["optimizer"] | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
-    return state
 
 
 def checkpoint_of(run: Path | str) -> Path:
@@ -803,16 +803,16 @@ def saved_args(run: Path | str, **changes) -> Args:
 def picture(envs: VectorEnv) -> np.ndarray:
     """What the first env shows: (H, W), or (H, W, C) of 1, 3 or 4 channels, uint8."""
     image = np.asarray(envs.render()[0])
-    if image.dtype.kind not in "buif" or image.shape[2:] not in ((), (1,), (3,), (4,)):
+    if not image.size or image.ndim < 2 or image.shape[2:] not in ((), (1,), (3,), (4,)):
         raise UserError(f"cannot film {image.dtype} of shape {image.shape}: render (H, W, 3)")
-    scale = 255 if image.dtype != np.uint8 and image.max() <= 1 else 1
+    scale = 255.0 if image.dtype != np.uint8 and image.max() < 1.5 else 1.0
     return (image * scale).clip(0, 255).astype(np.uint8)
 
 
 def note_signal(signum: int, frame) -> None:
     """Have the run end after this iteration; a second Ctrl-C ends it at once."""
     SIGNALS.append(signum)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
 
 
@@ -984,8 +984,7 @@ class Run(contextlib.ExitStack):
     def finish(self) -> Path:
         """Close everything, say how the run ended, and return its folder."""
         self.close()
-        if RANK == 0:
-            print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
+        print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
         if SIGNALS and self.iteration < self.args.num_iterations:
             print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
             sys.exit(128 + SIGNALS[0])
@@ -1005,6 +1004,7 @@ def main() -> None:
     if PROCESSES > 1:
         if gpus := torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # else nccl
         dist.init_process_group(backend, timeout=timedelta(days=1))  # as long as 0 may evaluate
     if not args.evaluate:
@@ -1017,6 +1017,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (UserError, gym.error.Error) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (UserError, gym.error.Error, KeyboardInterrupt) as error:
+        print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)

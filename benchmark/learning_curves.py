@@ -6,7 +6,8 @@ Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --e
 For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): a row per iteration in
 which an episode ended, with the mean return of those; and a line per run of summary.csv there: the mean return of the
 last 100 episodes, the git commit, the minutes of training, the machine. Other seeds that these files hold stay there.
-A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read.
+A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read. The commit is found
+by the copy of the script that is kept in the run's folder.
 `python benchmark/report.py` then writes docs/results.md and draws the curves.
 """
 
@@ -36,11 +37,23 @@ def file_name(env_id: str) -> str:
     return env_id.replace("/", "-").replace(":", "-")
 
 
+def is_complete(checkpoint: Path, extra: list[str]) -> bool:
+    """Whether a run has taken all of its steps, or all of those that `extra` now asks for."""
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    args = state["args"]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--total-timesteps", "--total_timesteps", type=int, default=args["total_timesteps"])
+    wanted = parser.parse_known_args(extra)[0].total_timesteps
+    return state["global_step"] + args["num_envs"] * args["num_steps"] > wanted
+
+
 def train(script: str, env_id: str, seed: int, label: str, work_dir: Path, extra: list[str]) -> Path:
-    """Train, or go on training, in work_dir; return the run's folder."""
+    """Train, or go on training, in work_dir, unless that is done; return the run's folder."""
     exp_name = Path(script).stem + (f"-{label}" if label else "")
     name = f"{file_name(env_id)}__{exp_name}__{seed}"
     runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
+    if runs and is_complete(runs[-1], extra):
+        return runs[-1].parent
     begin = ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
     arguments = ["--resume", str(runs[-1].parent)] if runs else begin
     paths = os.pathsep.join(
@@ -75,15 +88,39 @@ def machine(device: str = "cpu") -> str:
     return f"{cores} core{'s' if cores > 1 else ''}, {' '.join(name.split())}{narrow}{gpu}"
 
 
+def git(*command: str) -> bytes:
+    """What git says of this repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, check=False).stdout
+
+
 def commits(script: str, run_dir: Path) -> str:
-    """The commits that had a part in a run; -dirty where its folder does not keep that commit's text of the script."""
-    texts = [path.read_bytes() for path in run_dir.glob("*.py")]
-    found = []
-    for commit in re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()):
-        command = ["git", "-C", str(ROOT), "show", f"{commit}:{Path(script).name}"]
-        shown = subprocess.run(command, capture_output=True, check=False).stdout
-        found.append(commit if shown in texts else f"{commit}-dirty")
+    """The commits whose text of the script had a part in a run; of an edited text the last one before it, and -dirty.
+
+    Older runs note their commit in command.txt. "" where the folder tells nothing.
+    """
+    name, found = Path(script).name, []
+    if (run_dir / "command.txt").exists():
+        texts = [path.read_bytes() for path in run_dir.glob("*.py")]
+        for commit in re.findall(r"git commit ([0-9a-f]{7})", (run_dir / "command.txt").read_text()):
+            found.append(commit if git("show", f"{commit}:{name}") in texts else f"{commit}-dirty")
+        return " ".join(dict.fromkeys(found))
+    log = git("log", "--raw", "--no-abbrev", "--format=%H %ct", "--", name).decode()
+    history = re.findall(r"^(\w{7})\w* (\d+)\n\n:\w+ \w+ \w+ (\w+)", log, re.MULTILINE)  # the newest first
+    kept = run_dir.glob(f"{Path(script).stem}_from_*.py")
+    for path in sorted(kept, key=lambda path: int(path.stem.rpartition("_")[2])):
+        text = git("hash-object", "--no-filters", str(path.absolute())).decode().strip()
+        same = [commit for commit, _, other in history if other == text]
+        earlier = [commit for commit, moment, _ in history if int(moment) <= path.stat().st_mtime]
+        found.append(same[0] if same else f"{earlier[0]}-dirty" if earlier else "unknown")
     return " ".join(dict.fromkeys(found))
+
+
+def last_returns(run_dir: Path) -> tuple[int, list[float]]:
+    """A run's step, and the returns of its last 100 episodes, of which older checkpoints have a list of their own."""
+    state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if "recent_returns" in state:
+        return state["global_step"], state["recent_returns"]
+    return state["global_step"], [episode_return for episode_return, _ in state["kept"]["recent"]]
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -111,15 +148,12 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     rows = {(row["script"], row["env_id"], row["seed"]): row for row in read(summary)}
     columns = ["script", "env_id", "seed", "global_step", "episodes", "mean_return", "commit", "minutes", "machine"]
     for seed, run_dir in runs.items():
-        state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-        returns = state["recent_returns"]
+        global_step, returns = last_returns(run_dir)
         key = (Path(script).stem, env_name, str(seed))
         mean = f"{sum(returns) / len(returns):.2f}"
-        commit = rows.get(key, {}).get("commit", "unknown")
-        if (run_dir / "command.txt").exists():
-            commit = commits(script, run_dir) or commit
         known = rows.get(key, {})
-        row = [*key, str(state["global_step"]), str(len(returns)), mean, commit, f"{curves[seed][-1][2]:.0f}"]
+        commit = commits(script, run_dir) or known.get("commit", "unknown")
+        row = [*key, str(global_step), str(len(returns)), mean, commit, f"{curves[seed][-1][2]:.0f}"]
         trained = list(known.values())[: len(row)] != row  # since it was written: here
         rows[key] = dict(zip(columns, [*row, machine() if trained else known["machine"]]))
     with open(summary, "w", newline="") as file:

@@ -26,7 +26,6 @@ import importlib
 import io
 import itertools
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -62,7 +61,6 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
     args = script.Args(
         **changes | dict(anneal_lr=False, cuda=device == "cuda", compile=compiled, checkpoint_every=10**9)
     )
-    script.join_processes(args)
     spent, iterations = dict.fromkeys(PARTS, 0.0), []
     last = begun = time.perf_counter()
 
@@ -92,14 +90,13 @@ def time_parts(task: str, num_envs: int, device: str, compiled: bool, seconds: f
         iterations.append(last)
         if len(iterations) == 1:
             spent, begun = dict.fromkeys(PARTS, 0.0), last
-        elif len(iterations) >= 3 and last - begun > seconds:
-            signal.raise_signal(signal.SIGTERM)
 
     script.make_envs = timed_envs
     script.compute_gae = lambda *args: (compute_gae(*args), lap("advantages"))[0]
     script.Run.note_episodes = lambda *args: (note_episodes(*args), lap("rest"))[0]
     script.Run.log = timed_log
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    script.Run.stopped = lambda run: len(iterations) >= 3 and last - begun > seconds
+    with contextlib.redirect_stdout(io.StringIO()):
         script.train(args)
     steps = (len(iterations) - 1) * args.batch_size
     assert abs(sum(spent.values()) - (iterations[-1] - begun)) < 1e-3, "a part was forgotten, or counted twice"

@@ -189,8 +189,12 @@ def one_or_all(values: list[str]) -> str:
 
 
 def flags(changes: dict) -> str:
-    """Arguments as they are typed."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+    """Arguments as they are typed: of the booleans only those that may be None take a value."""
+    words = []
+    for name, value in changes.items():
+        flag, plain = name.replace("_", "-"), isinstance(value, bool) and name != "mask_actions"
+        words += [f"--{flag}" if value else f"--no-{flag}"] if plain else [f"--{flag}", str(value)]
+    return " ".join(words)
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:

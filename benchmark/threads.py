@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from throughput import commit, write
 
 sys.path.insert(0, str(ROOT))
-from ppo import num_threads
+from ppo import CORES
 
 SCRIPTS = {"ppo_atari.py": 64, "ppo_multidiscrete.py": 128}  # and steps per rollout and env
 ITERATIONS = 4  # of 8 envs; the first is not counted
@@ -62,7 +62,7 @@ def main() -> None:
     speeds = {setting: [] for setting in settings}
     for _ in range(args.repeats):
         for script, state, name in settings:
-            number = 2 * num_threads(0) if state == "busy" else 0
+            number = 2 * CORES if state == "busy" else 0
             others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
             try:
                 speeds[script, state, name].append(measure(script, *SETTINGS[name]))

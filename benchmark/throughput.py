@@ -28,7 +28,6 @@ import itertools
 import json
 import os
 import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -84,21 +83,23 @@ def run_ours(task: str, num_envs: int, device: str, compiled: bool, seconds: flo
 
     changes |= dict(anneal_lr=False, cuda=device == "cuda", compile=compiled)
     args = script.Args(**changes)
-    script.join_processes(args)
+    if script.PROCESSES > 1:
+        script.dist.init_process_group("gloo")
     logged, log = [], script.Run.log
 
-    def log_and_stop(run, *args):
+    def timed_log(run, *args):
         log(run, *args)
         logged.append(time.monotonic())
-        if len(logged) >= (2 if scaling else 3) and logged[-1] - logged[0] > seconds:
-            signal.raise_signal(signal.SIGTERM)
 
-    script.Run.log = log_and_stop
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        script.train(args)
-    if script.dist.is_initialized() and script.dist.get_rank():  # the first one speaks for all
+    def stopped(run):
+        enough = len(logged) >= (2 if scaling else 3) and logged[-1] - logged[0] > seconds
+        return any(script.gather([enough]))  # all processes stop together
+
+    script.Run.log, script.Run.stopped = timed_log, stopped
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_dir = script.train(args)
+    if script.RANK > 0:  # the first process speaks for all
         sys.exit()
-    (run_dir,) = Path("runs").iterdir()
     events = EventAccumulator(str(run_dir)).Reload().Scalars("charts/SPS")
     return (events[-1].step - events[0].step) / (events[-1].wall_time - events[0].wall_time)
 
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--compile", nargs="?", choices=["yes", "no", "both"], const="yes", default="no")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10, help="of each run, after its first iteration")
-    parser.add_argument("--processes", type=int, default=1, help="of our side, by torchrun")
+    parser.add_argument("--processes", type=int, default=1, help="of our side, by torchrun, on a CPU")
     parser.add_argument("--minutes", type=float, help="begin nothing new after these; leave out what is measured")
     parser.add_argument("--alone", action="store_true", help="only our side")
     parser.add_argument("--scaling", action="store_true", help="each task with 1 to 256 envs, into scaling.csv")
@@ -239,6 +240,8 @@ def main() -> None:
     if args.one:
         measure_one(json.loads(args.one))
         return
+    if args.processes > 1 and args.device == "cuda":
+        parser.error("several processes are measured on a CPU")
     numbers = [1, 4, 16, 64, 256] if args.scaling else args.num_envs
     modes = dict(yes=[True], no=[False], both=[False, True])[args.compile]
     path = RESULTS / ("scaling.csv" if args.scaling else "throughput.csv")

@@ -36,8 +36,8 @@ def hook_envs(monkeypatch, module, hook) -> None:
     """Call the hook in each vector env that the script makes from now on; None removes an earlier hook."""
     make_envs = getattr(module.make_envs, "original", module.make_envs)
 
-    def make_hooked_envs(*args):
-        return HookedEnvs(make_envs(*args), hook)
+    def make_hooked_envs(*args, **options):
+        return HookedEnvs(make_envs(*args, **options), hook)
 
     make_hooked_envs.original = make_envs
     monkeypatch.setattr(module, "make_envs", make_hooked_envs if hook else make_envs)
@@ -70,7 +70,7 @@ class Raises(Probe):
 
 
 class Sleeps(Probe):
-    """Its 19th step interrupts the script, its 20th takes an hour, after it made the file `asleep`."""
+    """Its 19th step interrupts the script, its 20th takes an hour, after it wrote its process to the file `asleep`."""
 
     steps = 0
 
@@ -81,7 +81,7 @@ class Sleeps(Probe):
                 Path("interrupted").touch(exist_ok=False)
                 os.kill(os.getppid() if multiprocessing.parent_process() else os.getpid(), signal.SIGINT)
         if self.steps == 20:
-            Path("asleep").touch()
+            Path("asleep").write_text(str(os.getpid()))
             time.sleep(3600)
         return 0.0, 1.0, self.steps % 5 == 0
 

@@ -4,20 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FOLD_SCRIPTS, parameters, small_args
+from conftest import FOLD_SCRIPTS, FOUR_SCRIPTS, parameters, small_args
 
 
 @pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
 def test_the_loss_is_compiled_once(script, compiled):
     """Catches: a loss that is compiled anew in each iteration, for the annealed clip_coef is a new constant."""
-    eager = parameters(script.train(small_args(script, anneal_clip=True, update_epochs=2)))
+    options = dict(total_timesteps=64, update_epochs=1)  # two values of clip_coef
+    eager = parameters(script.train(small_args(script, anneal_clip=True, **options)))
     assert not compiled
-    script.train(small_args(script, compile=True, update_epochs=2))
+    script.train(small_args(script, compile=True, **options))
     assert compiled["compute_gradients"] >= 1
     constant = dict(compiled)
     compiled.clear()
     torch._dynamo.reset()
-    captured = parameters(script.train(small_args(script, compile=True, anneal_clip=True, update_epochs=2)))
+    captured = parameters(script.train(small_args(script, compile=True, anneal_clip=True, **options)))
     assert compiled == constant
     for name, parameter in eager.items():
         torch.testing.assert_close(
@@ -25,10 +26,12 @@ def test_the_loss_is_compiled_once(script, compiled):
         )
 
 
+@pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
 def test_the_clip_falls_linearly_and_is_a_number_like_any_other(script, monkeypatch):
     """Catches: a schedule that is off by one iteration, and a tensor whose precision changes the numbers."""
     ppo_loss, coefs = script.ppo_loss, []
-    plain = parameters(script.train(small_args(script, anneal_clip=True, clip_coef=0.15)))
+    args = small_args(script, anneal_clip=True, clip_coef=0.15, update_epochs=2)
+    plain = parameters(script.train(args))
 
     def spy(*args):
         *tensors, args = args
@@ -36,7 +39,6 @@ def test_the_clip_falls_linearly_and_is_a_number_like_any_other(script, monkeypa
         return ppo_loss(*tensors, replace(args, clip_coef=float(args.clip_coef)))
 
     monkeypatch.setattr(script, "ppo_loss", spy)
-    args = small_args(script, anneal_clip=True, clip_coef=0.15)
     as_floats = parameters(script.train(args))
     assert all(torch.equal(plain[name], as_floats[name]) for name in plain)
     minibatches = args.update_epochs * args.num_minibatches

@@ -2,16 +2,23 @@
 
 import csv
 import json
+import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import bootstrap
+import film
+import imageio.v2 as imageio
 import learning_curves
 import numpy as np
 import parts
+import threads
 import throughput
 import torch
-from conftest import SMALL, flags, parameters, read_scalars
+import tyro
+from conftest import SCRIPTS, read_scalars, small_args
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo
@@ -19,7 +26,7 @@ import ppo
 
 def test_each_part_of_the_time_is_told_apart(monkeypatch):
     """Catches: env steps that count as the policy's time, advantages as the update's, logging as nobody's."""
-    waits = dict(policy=0.002, envs=0.004, advantages=0.3, update=0.03, rest=0.4)  # seconds of each call
+    waits = dict(policy=0.001, envs=0.002, advantages=0.15, update=0.015, rest=0.2)  # seconds of each call
     calls = dict(policy=128, envs=128, advantages=1, update=16, rest=1)  # in an iteration of 4 envs
 
     def slowed(function, part):
@@ -37,7 +44,8 @@ def test_each_part_of_the_time_is_told_apart(monkeypatch):
     monkeypatch.setattr(ppo, "compute_gae", slowed(ppo.compute_gae, "advantages"))
     monkeypatch.setattr(ppo, "compute_gradients", slowed(ppo.compute_gradients, "update"))
     monkeypatch.setattr(ppo.Run, "log", slowed(ppo.Run.log, "rest"))
-    monkeypatch.setattr(ppo.Run, "note_episodes", ppo.Run.note_episodes)  # put back, as all that time_parts replaces
+    for name in ("note_episodes", "stopped"):
+        monkeypatch.setattr(ppo.Run, name, getattr(ppo.Run, name))  # put back, as all that time_parts replaces
     found = parts.time_parts("cartpole", 4, "cpu", False, seconds=0)
     for part, microseconds in found.items():
         assert microseconds >= 1e6 * waits[part] * calls[part] / 512, part
@@ -49,26 +57,23 @@ def test_a_measured_speed_is_that_of_the_log(monkeypatch):
     moments, log = [], ppo.Run.log
 
     def slow_at_first(run, *args):
-        time.sleep(0.5 if moments else 2)
+        time.sleep(0.3 if moments else 1)
         log(run, *args)
         moments.append(time.time())
 
     monkeypatch.setattr(ppo.Run, "log", slow_at_first)
+    monkeypatch.setattr(ppo.Run, "stopped", ppo.Run.stopped)  # put back, as all that run_ours replaces
     speed = throughput.run_ours("cartpole", 4, "cpu", False, seconds=0, scaling=False)
     assert len(moments) == 3
     np.testing.assert_allclose(speed, 2 * 512 / (moments[-1] - moments[0]), rtol=0.2)
 
 
-def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
+def test_curves_are_those_of_the_runs(monkeypatch, tmp_path):
     """Catches: a curve of another seed, a mean that is not of the last episodes, seeds that were there before lost, a
-    run begun anew that was there."""
+    run of an older commit that cannot be read, a run begun anew that was there, one continued that is complete."""
     monkeypatch.setattr(learning_curves, "RESULTS", tmp_path)
-    arguments = SMALL["ppo"] | dict(num_steps=64, total_timesteps=512)
-    runs = {}
-    for seed in (1, 2):
-        result = launcher.run("ppo", *flags(**arguments, seed=seed, exp_name="ppo-quick"))
-        assert result.returncode == 0, result.stderr
-        (runs[seed],) = Path("runs").glob(f"CartPole-v1__ppo-quick__{seed}__*")
+    args = small_args(ppo, num_steps=64, total_timesteps=512, exp_name="ppo-quick")
+    runs = {seed: ppo.train(replace(args, seed=seed)) for seed in (1, 2)}
     learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)
     with open(tmp_path / "ppo__CartPole-v1__quick.csv") as file:
         rows = list(csv.DictReader(file))
@@ -77,7 +82,7 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
     for seed, run_dir in runs.items():
         ours = [(int(row["global_step"]), float(row["episodic_return"])) for row in rows if row["seed"] == str(seed)]
         np.testing.assert_allclose(ours, read_scalars(run_dir)["charts/episodic_return"], rtol=1e-3)
-        last = torch.load(run_dir / "checkpoint.pt", weights_only=True)["recent_returns"]
+        last = [value for value, _ in torch.load(run_dir / "checkpoint.pt", weights_only=True)["kept"]["recent"]]
         line = summary[str(seed)]
         assert (line["env_id"], line["global_step"], line["episodes"]) == ("CartPole-v1__quick", "512", str(len(last)))
         assert float(line["mean_return"]) == round(float(np.mean(last)), 2)
@@ -99,33 +104,79 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path, launcher):
     with open(tmp_path / "summary.csv") as file:
         assert [row["machine"] for row in csv.DictReader(file)] == ["another machine", summary["2"]["machine"]]
 
-    before = parameters(runs[1])
-    again = learning_curves.train("ppo.py", "CartPole-v1", 1, "quick", Path.cwd(), [])
-    assert again.samefile(runs[1])
-    assert all(torch.equal(before[name], value) for name, value in parameters(again).items())
-    assert "resuming" in Path("CartPole-v1__ppo-quick__1.log").read_text()
+    state = torch.load(runs[2] / "checkpoint.pt", weights_only=True)
+    del state["kept"]
+    for recent in (
+        dict(kept=dict(recent=[(1.5, 9), (2.5, 8)])),
+        dict(recent_returns=[1.5, 2.5], recent_lengths=[9, 8]),
+    ):
+        torch.save(state | recent, runs[2] / "checkpoint.pt")
+        assert learning_curves.last_returns(runs[2]) == (512, [1.5, 2.5])
+
+    started = []
+    monkeypatch.setattr(learning_curves.subprocess, "run", lambda command, **_: started.append(command[1:]))
+    train = lambda seed, *extra: learning_curves.train("ppo.py", "CartPole-v1", seed, "quick", Path.cwd(), [*extra])
+    assert (train(1), train(2)) == (runs[1], runs[2])
+    assert started == []
+    assert train(1, "--total-timesteps", "1024") == runs[1]
+    (command,) = started
+    assert command == [str(learning_curves.ROOT / "ppo.py"), "--resume", str(runs[1]), "--total-timesteps", "1024"]
+    (Path("runs") / "CartPole-v1__ppo-quick__3__1").mkdir()  # killed before it had a checkpoint
+    monkeypatch.setattr(learning_curves.subprocess, "run", lambda command, **_: begin(command[2:]))
+
+    def begin(arguments):
+        assert tyro.cli(ppo.Args, args=arguments) == ppo.Args(seed=3, exp_name="ppo-quick")
+        ppo.train(replace(args, seed=3))
+
+    assert train(3).name.startswith("CartPole-v1__ppo-quick__3__")
 
 
 def test_an_edited_script_is_told(monkeypatch, tmp_path):
-    """Catches: a curve of an edited script under the commit's name, or a clean one called edited for other files."""
+    """Catches: a curve of an edited script under the commit's name, a clean one called edited for other files, the
+    commit of another text, a commit left out of those that had a part in a run."""
+    monkeypatch.setattr(learning_curves, "ROOT", tmp_path)
+    who = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
 
     def git(*command):
-        who = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
         return subprocess.run(["git", *who, *command], capture_output=True, text=True, check=True).stdout.strip()
 
-    Path("ppo.py").write_text("the script")
+    def commit(text, moment):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"@{moment} +0000")
+        Path("ppo.py").write_text(text)
+        git("add", "ppo.py")
+        git("commit", "--allow-empty", "--message", text)
+        return git("rev-parse", "HEAD")[:7]
+
+    def told(**texts):  # of what the run's folder keeps
+        run_dir = Path("run")
+        for path in run_dir.iterdir():
+            path.unlink()
+        for name, text in texts.items():
+            path = run_dir / name.replace("_py", ".py").replace("_txt", ".txt")
+            path.write_text(text)
+            os.utime(path, (2500, 2500))
+        found = {learning_curves.commits(script, run_dir) for script in ("ppo.py", str(tmp_path / "elsewhere/ppo.py"))}
+        assert len(found) == 1
+        return found.pop()
+
+    Path("run").mkdir()
     git("init")
-    git("add", "ppo.py")
-    git("commit", "--message", "one")
-    commit, run_dir = git("rev-parse", "HEAD"), tmp_path / "run"
-    run_dir.mkdir()
-    monkeypatch.setattr(learning_curves, "ROOT", tmp_path)
-    for note in ("", "-dirty"):
-        (run_dir / "command.txt").write_text(f"a time: ppo.py\nPython 3, git commit {commit}{note}\n")
-        for text, told in (("the script", ""), ("an edited script", "-dirty")):
-            (run_dir / "ppo.py").write_text(text)
-            assert learning_curves.commits("ppo.py", run_dir) == commit[:7] + told
-            assert learning_curves.commits(str(tmp_path / "ppo.py"), run_dir) == commit[:7] + told
+    first = commit("the script", 1000)
+    second = commit("a change", 2000)
+    again = commit("the script", 3000)
+    other = commit("another change", 4000)
+    commit("another change", 5000)  # of no script
+    assert told(ppo_from_0_py="a change") == second
+    assert told(ppo_from_0_py="the script") == again
+    assert told(ppo_from_0_py="an edited script") == f"{second}-dirty"
+    resumed = dict(ppo_from_1024_py="another change", ppo_from_512_py="the script", ppo_from_256_py="a change")
+    assert told(ppo_from_0_py="a change", **resumed) == f"{second} {again} {other}"
+    assert told(ppo_from_0_py="an edited script", ppo_from_512_py="a change") == f"{second}-dirty {second}"
+    assert told(other_py="a change") == ""
+    for note in ("", "-dirty"):  # of an older run
+        command = f"a time: ppo.py\nPython 3, git commit {first}{'0' * 33}{note}\n"
+        assert told(command_txt=command, ppo_py="the script") == first
+        assert told(command_txt=command, ppo_py="an edited script") == f"{first}-dirty"
 
 
 def test_a_row_replaces_that_of_the_same_setting(tmp_path):
@@ -140,11 +191,17 @@ def test_a_row_replaces_that_of_the_same_setting(tmp_path):
 
 
 def test_tasks_are_those_of_the_scripts():
-    """Catches: a task whose settings its script no longer takes, found by whoever measures next."""
+    """Catches: a task whose settings its script no longer takes, found by whoever measures next; a script without the
+    line that bootstrap.py changes; settings of threads that its script does not know."""
     for task in throughput.OURS:
         name, changes = throughput.arguments(task, 0)
         script = __import__(name)
         assert json.dumps(vars(script.Args(**changes)), default=str)
+    for name in SCRIPTS:
+        assert Path(throughput.ROOT, f"{name}.py").read_text().count(bootstrap.RIGHT) == 1, name
+    for name, num_steps in threads.SCRIPTS.items():
+        args = __import__(name.removesuffix(".py")).Args(num_steps=num_steps, total_timesteps=32 * num_steps)
+        assert args.num_iterations == threads.ITERATIONS
 
 
 def test_minutes_are_those_of_training():
@@ -199,3 +256,23 @@ def test_batches_of_many_envs_are_bounded():
     assert throughput.arguments("breakout", 64)[1]["num_steps"] == 128
     refused = throughput.possible(["cartpole", "cartpole-lstm"], [0, 512])  # sequences of 128 steps in rollouts of 64
     assert refused == [dict(task="cartpole", num_envs=n) for n in (4, 512)] + [dict(task="cartpole-lstm", num_envs=8)]
+
+
+def test_a_film_shows_the_seconds_asked_for():
+    """Catches: pictures of other moments, faster or slower than life, out of shape, or none of a film that is short."""
+    with imageio.get_writer("film.mp4", fps=30, macro_block_size=2) as writer:
+        for number in range(60):  # two seconds, that get brighter
+            writer.append_data(np.full((40, 80, 3), 4 * number, np.uint8))
+
+    def moments(skip, seconds):
+        pictures = film.clip(Path("film.mp4"), skip, seconds, height=20, fps=10)
+        assert {picture.size for picture in pictures} == {(40, 20)}
+        return [round(np.asarray(picture).mean() / 4) for picture in pictures]
+
+    np.testing.assert_allclose(moments(skip=0.5, seconds=1), range(15, 45, 3), atol=1)
+    np.testing.assert_allclose(moments(skip=1.5, seconds=1), range(30, 60, 3), atol=1)
+    np.testing.assert_allclose(moments(skip=1.5, seconds=9), range(0, 60, 3), atol=1)
+    clips = [film.clip(Path("film.mp4"), 0, 1, height, 10) for height in (20, 20)]
+    both = film.side_by_side((clips[0][0], clips[1][9]))
+    assert both.size == (80, 20)
+    assert np.asarray(both)[:, 60].mean() > np.asarray(both)[:, 20].mean() + 100

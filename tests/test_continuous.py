@@ -226,8 +226,9 @@ def test_an_optimum_without_bounds_is_found():
     assert agent.actor_logstd.item() < -0.5
 
 
-def test_a_discrete_env_is_refused(launcher):
+def test_a_discrete_env_is_refused():
     """Catches: a traceback where the user took the wrong script."""
-    result = launcher.run("ppo_continuous_action", "--env-id", "CartPole-v1")
-    assert result.returncode == 2
-    assert "use ppo.py" in result.stderr
+    with pytest.raises(
+        script.UserError, match=r"CartPole-v1 has Box.* and Discrete\(2\), not vectors and float actions$"
+    ):
+        script.make_envs(script.Args(env_id="CartPole-v1"), 1)

@@ -1,12 +1,15 @@
 """One seed, one result; two seeds, nothing in common."""
 
 import itertools
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import FOUR_SCRIPTS, read_scalars, same_parameters, small_args
+
+import ppo
 
 
 @pytest.fixture
@@ -25,13 +28,14 @@ def reset_seeds(script, monkeypatch):
             self.seeds += seed
             return self.env.reset(seed=seed, options=options)
 
-    monkeypatch.setattr(script, "make_envs", lambda *args: Spy(make_envs(*args)))
+    monkeypatch.setattr(script, "make_envs", lambda *args, **options: Spy(make_envs(*args, **options)))
     return calls
 
 
-def test_same_seed_same_parameters(script):
-    """Catches: a random stream that the seed does not fix, or that something before the run can move."""
-    args = small_args(script)
+def test_one_seed_one_result(script):
+    """Catches: a random stream that the seed does not fix, or that something before the run can move; a seed unused."""
+    total = 2 * small_args(script).batch_size
+    args = small_args(script, total_timesteps=total)
     first = script.train(args)
     torch.rand(5)
     np.random.seed(123)
@@ -42,14 +46,10 @@ def test_same_seed_same_parameters(script):
     for scalars in (ours, theirs):
         del scalars["charts/SPS"]
     assert ours == theirs
+    assert not same_parameters(first, script.train(replace(args, seed=2)))
 
 
 @pytest.mark.parametrize("script", FOUR_SCRIPTS, indirect=True)
-def test_other_seed_other_parameters(script):
-    """Catches: a seed that is not used."""
-    assert not same_parameters(script.train(small_args(script)), script.train(small_args(script, seed=2)))
-
-
 def test_evaluation_does_not_disturb_training(script, reset_seeds):
     """Catches: an evaluation that draws from training's random stream, or plays on training's seeds."""
     args = small_args(script, checkpoint_every=2)
@@ -64,18 +64,19 @@ def test_evaluation_does_not_disturb_training(script, reset_seeds):
     assert not set(training) & set(itertools.chain(*evaluations))
 
 
-def test_seeds_share_no_env_stream(script):
-    """Catches: seed + i, with which run 1's second env is run 2's first."""
-    keys = [(script.TRAINING, 0), (script.TRAINING, 1), (script.TRAINING, 100), (script.EVALUATION,)]
+def test_seeds_share_no_stream():
+    """Catches: seed + i, with which run 1's second env is run 2's first, or its envs draw what its policy draws."""
+    keys = [(kind, iteration) for kind in (ppo.TRAINING, ppo.SAMPLING) for iteration in (0, 1, 100)]
+    keys.append((ppo.EVALUATION,))
     streams = [
         seed
         for run_seed in range(50)
         for key in keys
-        for seed in script.env_seeds(small_args(script, seed=run_seed), 8, *key)
+        for seed in ppo.env_seeds(small_args(ppo, seed=run_seed), 8, *key)
     ]
-    assert len(set(streams)) == len(streams) == 50 * 4 * 8
+    assert len(set(streams)) == len(streams) == 50 * 7 * 8
     assert all(type(seed) is int and 0 <= seed < 2**31 for seed in streams)
-    few, many = (script.env_seeds(small_args(script), n, script.TRAINING, 0) for n in (2, 8))
+    few, many = (ppo.env_seeds(small_args(ppo), n, ppo.TRAINING, 0) for n in (2, 8))
     assert few == many[:2]
 
 

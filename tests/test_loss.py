@@ -1,4 +1,5 @@
-"""ppo_loss against plain NumPy, switch by switch, and on the first minibatch of a real run."""
+"""ppo_loss, which is the same in every script (see test_consistency.py), against plain NumPy, switch by switch; and in
+real runs of each."""
 
 import inspect
 
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import SCRIPTS, small_args
+
+import ppo
 
 M = 64
 INPUTS = ["new_logprobs", "old_logprobs", "advantages", "new_values", "old_values", "returns", "entropy"]
@@ -24,10 +27,10 @@ def random_inputs(seed: int = 0) -> dict[str, np.ndarray]:
     return inputs
 
 
-def run(module, inputs, **options):
+def run(inputs, **options):
     """Return the loss, and its parts as floats."""
     tensors = [torch.tensor(inputs[name], dtype=torch.float64) for name in INPUTS]
-    loss, stats = module.ppo_loss(*tensors, small_args(module, **OPTIONS | options))
+    loss, stats = ppo.ppo_loss(*tensors, small_args(ppo, **OPTIONS | options))
     return loss.item(), {name: value.item() for name, value in stats.items()}
 
 
@@ -68,11 +71,11 @@ def in_numpy(inputs, norm_adv, clip_coef, clip_vloss, ent_coef, vf_coef):
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_equals_numpy(script, switches):
+def test_equals_numpy(switches):
     """Catches: a lost half, a wrong sign, a switch that does nothing, a statistic under another's name."""
     for seed in range(3):
         inputs = random_inputs(seed)
-        loss, stats = run(script, inputs, **switches)
+        loss, stats = run(inputs, **switches)
         expected_loss, parts, _ = in_numpy(inputs, **OPTIONS | switches)
         assert loss == pytest.approx(expected_loss, abs=1e-12)
         assert stats == pytest.approx(parts, abs=1e-12)
@@ -80,14 +83,14 @@ def test_equals_numpy(script, switches):
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_gradients_equal_numpy(script, switches):
+def test_gradients_equal_numpy(switches):
     """Catches: a detached ratio, a gradient through a clipped sample, statistics that keep the graph alive."""
     inputs = random_inputs()
-    args = small_args(script, **OPTIONS | switches)
+    args = small_args(ppo, **OPTIONS | switches)
     tensors = [torch.tensor(inputs[name], dtype=torch.float64) for name in INPUTS]
     for name in ("new_logprobs", "new_values", "entropy"):
         tensors[INPUTS.index(name)].requires_grad_()
-    loss, stats = script.ppo_loss(*tensors, args)
+    loss, stats = ppo.ppo_loss(*tensors, args)
     loss.backward()
     _, _, gradients = in_numpy(inputs, **OPTIONS | switches)
     for name, expected in gradients.items():
@@ -95,7 +98,7 @@ def test_gradients_equal_numpy(script, switches):
     assert not any(value.requires_grad or value.ndim for value in stats.values())
 
 
-def test_by_hand(script):
+def test_by_hand():
     """Catches: a mistake that the NumPy definition shares; these numbers were worked out on paper."""
     # ratios 2, 1/2, 2, 1/2 and advantages 1, 1, -1, -1 at clip 0.25: the objective is 1.25, 0.5, -2, -0.75
     ratios, advantages = np.array([2, 0.5, 2, 0.5]), np.array([1, 1, -1, -1])
@@ -104,40 +107,40 @@ def test_by_hand(script):
     # errors 1, 0, 3, -1 unclipped; the values clipped are 0.25, 0.25, 2, -0.25: errors 0.25, -0.75, 2, 0.75
     inputs |= dict(old_values=np.zeros(4), new_values=[1, 1, 3, -2], returns=[0, 1, 0, -1], entropy=[0, 1, 2, 3])
     inputs["old_values"][2] = 1.75
-    _, stats = run(script, inputs)
+    _, stats = run(inputs)
     assert stats["policy_loss"] == pytest.approx(-(1.25 + 0.5 - 2 - 0.75) / 4)
     assert stats["value_loss"] == pytest.approx((1 + 0 + 9 + 1) / 8)
     assert stats["entropy"] == pytest.approx(1.5)
     assert stats["old_approx_kl"] == pytest.approx(0, abs=1e-12)
     assert stats["approx_kl"] == pytest.approx(0.25)
     assert stats["clipfrac"] == 1
-    loss, stats = run(script, inputs, clip_vloss=True)
+    loss, stats = run(inputs, clip_vloss=True)
     assert stats["value_loss"] == pytest.approx((1 + 0.75**2 + 9 + 1) / 8)
     assert loss == pytest.approx(0.25 - 0.125 * 1.5 + 0.75 * (1 + 0.75**2 + 9 + 1) / 8)
 
 
-def test_advantages_are_normalised_by_the_unbiased_std(script):
+def test_advantages_are_normalised_by_the_unbiased_std():
     """Catches: the biased standard deviation, and a division by zero where all advantages are equal."""
     inputs = random_inputs()
     inputs["old_logprobs"] = inputs["new_logprobs"] - np.log(1.125)  # within the clip range: the loss is linear
     inputs["new_logprobs"][1:] = inputs["old_logprobs"][1:] = 0.0
     inputs["advantages"] = np.arange(M, dtype=float)
-    _, stats = run(script, inputs, norm_adv=True)
+    _, stats = run(inputs, norm_adv=True)
     normalised = (inputs["advantages"] - np.mean(inputs["advantages"])) / np.std(inputs["advantages"], ddof=1)
     assert stats["policy_loss"] == pytest.approx(-0.125 * normalised[0] / M, abs=1e-9)
     inputs["advantages"] = np.full(M, 3.0)
-    loss, stats = run(script, inputs, norm_adv=True)
+    loss, stats = run(inputs, norm_adv=True)
     assert stats["policy_loss"] == 0
     assert np.isfinite(loss)
 
 
-def test_invariant_to_the_scale_of_the_advantages_only_when_normalised(script):
+def test_invariant_to_the_scale_of_the_advantages_only_when_normalised():
     """Catches: advantages normalised whatever --no-norm-adv says, or outside of the loss, over the whole batch."""
     inputs = random_inputs()
     scaled = inputs | dict(advantages=10 * inputs["advantages"] + 3)
-    losses = [run(script, x, norm_adv=True)[1]["policy_loss"] for x in (inputs, scaled)]
+    losses = [run(x, norm_adv=True)[1]["policy_loss"] for x in (inputs, scaled)]
     assert losses[0] == pytest.approx(losses[1])
-    losses = [run(script, x, norm_adv=False)[1]["policy_loss"] for x in (inputs, scaled)]
+    losses = [run(x, norm_adv=False)[1]["policy_loss"] for x in (inputs, scaled)]
     assert losses[0] != pytest.approx(losses[1])
 
 
@@ -151,38 +154,38 @@ def test_a_minibatch_of_one_is_refused(script):
     small_args(script, **single, norm_adv=False)
 
 
-def test_the_value_loss_takes_the_larger_error(script):
+def test_the_value_loss_takes_the_larger_error():
     """Catches: a minimum in place of the maximum in value clipping, which hides the error instead of keeping it."""
     inputs = random_inputs()
-    plain = run(script, inputs, clip_vloss=False)[1]["value_loss"]
-    assert run(script, inputs, clip_vloss=True)[1]["value_loss"] > plain
+    plain = run(inputs, clip_vloss=False)[1]["value_loss"]
+    assert run(inputs, clip_vloss=True)[1]["value_loss"] > plain
     same = inputs | dict(old_values=inputs["new_values"])
-    assert run(script, same, clip_vloss=True)[1]["value_loss"] == pytest.approx(plain)
+    assert run(same, clip_vloss=True)[1]["value_loss"] == pytest.approx(plain)
 
 
-def test_more_entropy_is_a_smaller_loss(script):
+def test_more_entropy_is_a_smaller_loss():
     """Catches: an entropy bonus that punishes exploration."""
     inputs = random_inputs()
-    loss, _ = run(script, inputs)
-    more, _ = run(script, inputs | dict(entropy=inputs["entropy"] + 1))
+    loss, _ = run(inputs)
+    more, _ = run(inputs | dict(entropy=inputs["entropy"] + 1))
     assert more == pytest.approx(loss - OPTIONS["ent_coef"])
 
 
-def test_kl_is_never_negative(script):
+def test_kl_is_never_negative():
     """Catches: the noisy estimate, whose sign is anyone's guess, under the name of the good one."""
     negative = 0
     for seed in range(20):
-        _, stats = run(script, random_inputs(seed))
+        _, stats = run(random_inputs(seed))
         assert stats["approx_kl"] >= 0
         negative += stats["old_approx_kl"] < 0
     assert negative > 0
 
 
-def test_at_the_old_parameters(script):
+def test_at_the_old_parameters():
     """Catches: a loss that is not at rest where the policy has not moved."""
     inputs = random_inputs()
     inputs["old_logprobs"] = inputs["new_logprobs"]
-    _, stats = run(script, inputs, norm_adv=True)
+    _, stats = run(inputs, norm_adv=True)
     assert stats["policy_loss"] == pytest.approx(0, abs=1e-12)
     assert [stats[name] for name in ("old_approx_kl", "approx_kl", "clipfrac")] == [0, 0, 0]
 

@@ -1,6 +1,5 @@
 """The recurrent scripts: the memory's arithmetic, its resets, what it is trained on, and what it is good for."""
 
-import functools
 import importlib
 import itertools
 
@@ -111,18 +110,21 @@ def test_lstm_init(recurrent):
             torch.testing.assert_close(smaller @ smaller.T, torch.eye(len(smaller)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("recurrent", ["ppo_lstm"], indirect=True)
 def test_a_resume_may_cut_sequences_otherwise(recurrent):
-    """Catches: train(Args(resume=..., seq_len=12)) judged by the default's num_steps in place of the run's."""
+    """Catches: a new seq_len judged by the default's num_steps in place of the run's, or not used."""
     run_dir = recurrent.train(small_args(recurrent, num_steps=24, total_timesteps=96))
-    go_on = functools.partial(recurrent.Args, resume=str(run_dir), total_timesteps=192)
     with pytest.raises(recurrent.UserError, match="--seq-len must be a divisor"):
-        recurrent.train(go_on(seq_len=7))
-    recurrent.train(go_on(seq_len=12, num_minibatches=4))
+        recurrent.saved_args(run_dir, total_timesteps=192, seq_len=7)
+    recurrent.train(recurrent.saved_args(run_dir, total_timesteps=192, seq_len=12, num_minibatches=4))
     state = recurrent.load_checkpoint(run_dir / "checkpoint.pt")
     assert (state["args"]["seq_len"], state["args"]["num_steps"], state["iteration"]) == (12, 24, 4)
 
 
-@pytest.mark.parametrize("seq_len", [0, 1, 2, 8])
+REPLAYS = [*(("ppo_lstm", seq_len) for seq_len in (0, 1, 2, 8)), ("ppo_atari_lstm", 2)]
+
+
+@pytest.mark.parametrize(("recurrent", "seq_len"), REPLAYS, indirect=["recurrent"])
 def test_replayed_log_probabilities_equal_the_rollouts(recurrent, seq_len, monkeypatch):
     """Catches: a wrong stored state, a sequence out of order, a state not carried from one rollout to the next."""
     ratios, original = [], recurrent.ppo_loss
@@ -228,7 +230,7 @@ def test_memory_is_needed_and_there():
     assert returns["ppo"] < 0.75
 
 
-def test_velocities_are_hidden_where_they_are_known(launcher):
+def test_velocities_are_hidden_where_they_are_known():
     """Catches: a default task that needs no memory."""
     hidden = ppo_lstm.make_envs(ppo_lstm.Args(), 2)
     shown = ppo_lstm.make_envs(ppo_lstm.Args(mask_velocity=False), 2)
@@ -239,9 +241,8 @@ def test_velocities_are_hidden_where_they_are_known(launcher):
     assert not a[:, [1, 3]].any()
     assert b[:, [1, 3]].all()
     assert ppo_lstm.make_envs(ppo_lstm.Args(env_id="Acrobot-v1"), 1).reset(seed=[1])[0][:, 4:].all()
-    result = launcher.run("ppo_lstm", "--env-id", "Acrobot-v1", "--mask-velocity", "True")
-    assert result.returncode == 2
-    assert "leave --mask-velocity out" in result.stderr
+    with pytest.raises(ppo_lstm.UserError, match=r"the velocities of Acrobot-v1 .*: leave --mask-velocity out"):
+        ppo_lstm.make_envs(ppo_lstm.Args(env_id="Acrobot-v1", mask_velocity=True), 1)
 
 
 @pytest.mark.parametrize(

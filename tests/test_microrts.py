@@ -323,7 +323,7 @@ def test_episode_statistics_and_render():
     """An env that gymnasium's vector wrappers do not take, or an empty or upside-down picture."""
     env = gym.wrappers.vector.RecordEpisodeStatistics(MicroRTSVectorEnv("MicrortsMining-v1", 2, frame_skip=0))
     env.reset(seed=0)
-    first = env.render()
+    (first,) = env.render()  # of the first game
     red, blue = ((first[:320] == colour).all(-1).sum() for colour in ((255, 0, 0), (0, 0, 255)))
     assert blue > 10
     assert red == 0
@@ -350,8 +350,7 @@ def test_what_was_chosen_is_valid_and_trained_with_the_same_masks(monkeypatch):
 
     ppo_loss = script.ppo_loss
     monkeypatch.setattr(script, "ppo_loss", loss)
-    monkeypatch.setattr(script, "has_bf16", lambda device: False)
-    arguments = SHORT | dict(total_timesteps=128, num_steps=64, num_minibatches=1, update_epochs=1)
+    arguments = SHORT | dict(total_timesteps=128, num_steps=64, num_minibatches=1, update_epochs=1, bf16=False)
     script.train(script.Args(**arguments))
     assert max(first_ratios) < 1e-5
     assert min(valid) > -100
@@ -396,18 +395,16 @@ wrappers.RecordEpisodeStatistics.step = interrupted"""
     command = re.search(r"to go on: python \S+ (.*)$", stopped.stdout, re.MULTILINE).group(1).split()
     resumed = launcher.run("ppo_multidiscrete", *command)
     assert resumed.returncode == 0, resumed.stderr
-    first, second = (
-        Path(re.search(r"in (runs/\S+)$", result.stdout, re.MULTILINE).group(1)) for result in (whole, resumed)
-    )
+    first, second = (Path(re.search(r"in (\S+)$", result.stdout, re.MULTILINE).group(1)) for result in (whole, resumed))
     assert first != second
     assert same_parameters(first, second)
 
     filmed = launcher.run("ppo_multidiscrete", *flags(evaluate=first, eval_episodes=1, capture_video=True))
     assert filmed.returncode == 0, filmed.stderr
-    assert "over 1 episodes" in filmed.stdout
-    (video,) = first.glob("videos/*/*.mp4")
+    assert "over 1 of 1 episodes" in filmed.stdout
+    (video,) = first.glob("videos/*.mp4")
     frames = np.stack(list(imageio.imiter(video)))
-    assert len(frames) == pytest.approx(201, abs=1)
+    assert len(frames) == 200  # its time limit
     assert frames.shape[1:] == (640, 640, 3)
     assert frames.std(0).max() > 10  # something moves
 

@@ -82,7 +82,7 @@ def test_samples_follow_the_joint_distribution_given_the_unit(agent):
     obs = torch.randn(1, 3).expand(2, 3)
     logits = agent.actor(obs[:1]).detach().numpy()[0]
     with torch.no_grad():
-        for _ in range(4000):
+        for _ in range(2000):
             action, logprob, _, _ = agent.get_action_and_value(obs)
             for i, unit in enumerate(action[:, 0].tolist()):
                 mask = np.concatenate([UNITS[i], REST[unit]])
@@ -94,7 +94,7 @@ def test_samples_follow_the_joint_distribution_given_the_unit(agent):
         of_unit = {action: p for action, p in joint(logits, np.concatenate([UNITS[0], REST[unit]])).items() if p}
         for action, p in of_unit.items():
             if action[0] == unit:
-                assert abs(counts.get(action, 0) / 4000 - p) < 4 * math.sqrt(p * (1 - p) / 4000) + 1e-3
+                assert abs(counts.get(action, 0) / 2000 - p) < 4 * math.sqrt(p * (1 - p) / 2000) + 1e-3
     assert {action[0] for action in counts} == {0, 2}
 
 
@@ -187,22 +187,18 @@ gym.register("GridTooSmall-v0", entry_point=Grid, kwargs=dict(shape=(4, 9, 2)))
 def test_a_grid_of_another_shape_is_learnt():
     """Catches: a CNN whose sizes hold for one map only, or whose cells are put in another order than they were."""
     args = small_args(
-        script,
-        env_id="Grid-v0",
-        total_timesteps=24_576,
-        num_envs=8,
-        num_steps=64,
-        num_minibatches=4,
-        learning_rate=2e-3,
+        script, env_id="Grid-v0", total_timesteps=8_192, num_envs=8, num_steps=64, num_minibatches=4, learning_rate=2e-3
     )
     run_dir = script.train(args)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert np.mean(state["recent_returns"]) > 0.5  # chance: 0.13
+    assert np.mean([episode_return for episode_return, _ in state["kept"]["recent"]]) > 0.5  # chance: 0.13
 
 
 def test_grids_that_are_too_small_and_masks_that_nobody_tells_are_refused():
     """Catches: an error from the depth of a convolution, and a flag that is ignored."""
-    with pytest.raises(script.UserError, match="5x5"):
+    with pytest.raises(
+        script.UserError, match=r"GridTooSmall-v0 has .*, not vectors or grids and MultiDiscrete actions"
+    ):
         script.make_envs(script.Args(env_id="GridTooSmall-v0"), 2)
     with pytest.raises(script.UserError, match="--mask-actions"):
         script.make_envs(small_args(script, mask_actions=True), 2)

@@ -89,7 +89,7 @@ def test_the_last_observation_is_not_the_next_episodes_first(script, vectorizati
 def test_they_become_vectors(script, kind):
     """Catches: FrozenLake, Taxi and every Dict env refused, or the parts of one mixed up."""
     suffix = "Box" if script.__name__ == "ppo_continuous_action" else ""
-    args = small_args(script, env_id=f"{kind}{suffix}Observations-v0")
+    args = small_args(script, env_id=f"{kind}{suffix}Observations-v0", total_timesteps=32)
     with contextlib.closing(script.make_envs(args, 2)) as envs:
         obs, _ = envs.reset(seed=[1, 2])
         space, observe, size = SPACES[kind]

@@ -3,10 +3,7 @@
 import importlib
 import multiprocessing
 import os
-import re
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FOLD_SCRIPTS, ROOT, SMALL, flags, read_scalars, same_parameters, small_args
-from launcher import wait_until
+from conftest import SMALL, read_scalars, same_parameters, small_args
 
 SIZE = 2  # processes
 # once, not in each process; torch imports _dynamo when it makes an optimizer
@@ -25,6 +21,8 @@ IMPORTED = ["ale_py", "gymnasium", "torch._dynamo", "torch.distributed", "torch.
 def in_process(rank: int, test, *args) -> None:
     """One of the processes that `together` starts."""
     torch.set_num_threads(1)
+    os.environ |= dict(TORCHELASTIC_RUN_ID="1", RANK=str(rank), WORLD_SIZE=str(SIZE))  # as torchrun does; the scripts
+    os.environ |= dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))  # read them where they are imported
     store = f"file://{Path('store').absolute()}"
     dist.init_process_group("gloo", store, timeout=timedelta(seconds=100), rank=rank, world_size=SIZE)
     test(rank, *args)
@@ -58,8 +56,8 @@ def act_predictably(script) -> None:
         script.Agent.get_action_and_value = choose_all_predictably
 
 
-def train_and_tell(rank: int, name: str, arguments: dict, predictable: bool) -> None:
-    """Train, and write what happened in this process to rank{rank}.pt."""
+def train_and_tell(rank: int, name: str, arguments: dict, predictable: bool, told="rank") -> None:
+    """Train, and write what happened in this process to {told}{rank}.pt."""
     script = importlib.import_module(name)
     agents, seeds, first_actions = [], [], []
     make_envs, make_agent = script.make_envs, script.Agent
@@ -80,11 +78,11 @@ def train_and_tell(rank: int, name: str, arguments: dict, predictable: bool) -> 
     script.make_envs, script.Agent = spied_envs, spied_agent
     run_dir = script.train(script.Args(**arguments))
     result = dict(parameters=agents[0].state_dict(), seeds=seeds, actions=torch.tensor(np.stack(first_actions)))
-    torch.save(result | dict(run_dir=str(run_dir)), f"rank{rank}.pt")
+    torch.save(result | dict(run_dir=str(run_dir)), f"{told}{rank}.pt")
 
 
-def told() -> list[dict]:
-    return [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(SIZE)]
+def told(name="rank") -> list[dict]:
+    return [torch.load(f"{name}{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "ppo_atari"])  # ppo_atari_lstm has its envs
@@ -94,6 +92,7 @@ def test_two_processes_train_as_one(name, monkeypatch):
     arguments = SMALL[name] | dict(num_envs=4, num_minibatches=1, norm_adv=False, total_timesteps=256)
     together(train_and_tell, name, arguments, True)
     first, second = told()
+    assert first["seeds"] + second["seeds"] == script.env_seeds(script.Args(**arguments), 4, script.TRAINING, 0)
     monkeypatch.setattr(script, "Agent", type("Agent", (script.Agent,), {}))  # what is changed now is undone at the end
     act_predictably(script)
     alone = script.train(script.Args(**arguments))
@@ -105,18 +104,19 @@ def test_two_processes_train_as_one(name, monkeypatch):
     ours, theirs = read_scalars(Path(first["run_dir"])), read_scalars(alone)
     assert ours.keys() == theirs.keys()
     losses = (f"losses/{name}" for name in ("value_loss", "approx_kl", "entropy", "explained_variance", "grad_norm"))
-    for tag in ("charts/episodic_return", *losses):
+    for tag in ("charts/episodic_return", "charts/mean_return_100", *losses):
         if tag in ours:  # no game of Atari ends so soon
             np.testing.assert_allclose(ours[tag], theirs[tag], rtol=1e-3, atol=1e-4)
     checkpoint = torch.load(Path(first["run_dir"]) / "checkpoint.pt", weights_only=True)
     assert checkpoint["global_step"] == expected["global_step"]
+    assert sorted(checkpoint["kept"]["recent"]) == sorted(expected["kept"]["recent"])  # one process after the other
     assert len(list(Path(first["run_dir"]).iterdir())) == len(list(alone.iterdir()))
 
 
 def train_compiled(rank: int, name: str, arguments: dict) -> None:
-    """As train_and_tell, with graphs that are captured but not compiled; none holds the exchange between processes."""
-    script = importlib.import_module(name)
-    compile, average, in_graph, graphs = torch.compile, script.average, [], []
+    """Train as it is, then with graphs that are captured, not compiled; none holds the exchange between processes."""
+    train_and_tell(rank, name, arguments, predictable=False, told="eager")
+    compile, graphs = torch.compile, []
     run_as_it_is = torch._dynamo.lookup_backend("aot_eager")
 
     def backend(module, inputs):
@@ -124,22 +124,21 @@ def train_compiled(rank: int, name: str, arguments: dict) -> None:
         return run_as_it_is(module, inputs)
 
     torch.compile = lambda function, **_: compile(function, backend=backend, dynamic=False)
-    script.average = lambda x: (in_graph.append(torch.compiler.is_compiling()), average(x))[1]
-    train_and_tell(rank, name, arguments, predictable=False)
-    assert set(in_graph) == {False}, "CUDA graphs cannot hold what goes from process to process"
-    policy_and_loss, _, _, clipping = graphs  # in between the gradient becomes a vector, and is split again
-    assert any("linear" in target for target in policy_and_loss)
-    assert any("vector_norm" in target for target in clipping)
+    train_and_tell(rank, name, arguments | dict(compile=True), predictable=False)
+    exchanges = [target for graph in graphs for target in graph if "reduce" in target]
+    assert not exchanges, "CUDA graphs cannot hold what goes from process to process"
+    assert any("linear" in target for target in graphs[0])
+    assert any("vector_norm" in target for target in graphs[-1])
 
 
 def test_compiled_processes_train_as_eager_ones():
-    """Catches: an exchange of gradients that is caught in a graph, or left out of one."""
-    arguments = SMALL["ppo"] | dict(num_envs=4)
-    together(train_and_tell, "ppo", arguments, False)
-    eager, _ = told()
-    together(train_compiled, "ppo", arguments | dict(compile=True))
-    first, second = told()
+    """Catches: an exchange of gradients that is caught in a graph, or left out of one; processes that choose their
+    actions and minibatches by the same numbers."""
+    together(train_compiled, "ppo", SMALL["ppo"] | dict(num_envs=4))
+    (eager, other), (first, second) = told("eager"), told()
+    assert not torch.equal(eager["actions"], other["actions"])
     for key, value in eager["parameters"].items():
+        assert torch.equal(value, other["parameters"][key])
         assert torch.equal(first["parameters"][key], second["parameters"][key])
         torch.testing.assert_close(first["parameters"][key], value, rtol=1e-4, atol=1e-5)
 
@@ -166,33 +165,6 @@ def test_processes_stop_at_the_same_epoch():
     assert told() == [args.num_iterations * args.num_minibatches] * SIZE
 
 
-def test_processes_wait_for_an_evaluation(monkeypatch):
-    """Catches: processes that give up after half an hour, while the first one plays its episodes."""
-    script, joined = importlib.import_module("ppo"), []
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: joined.append((backend, timeout)))
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(script.atexit, "register", lambda function: None)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    script.join_processes(script.Args(cuda=False))
-    ((backend, timeout),) = joined
-    assert backend == "gloo"
-    assert timeout >= timedelta(hours=12)
-
-
-def test_processes_share_no_random_stream():
-    """Catches: processes that play the same episodes, or choose their actions and minibatches by the same numbers."""
-    arguments = SMALL["ppo"] | dict(num_envs=4)
-    together(train_and_tell, "ppo", arguments, False)
-    first, second = told()
-    script = importlib.import_module("ppo")
-    assert first["seeds"] + second["seeds"] == script.env_seeds(script.Args(**arguments), 4, script.TRAINING, 0)
-    assert len({*first["seeds"], *second["seeds"]}) == 4
-    assert not torch.equal(first["actions"], second["actions"])
-    assert all(torch.equal(first["parameters"][key], value) for key, value in second["parameters"].items())
-
-
 def stop_and_resume(rank: int) -> None:
     script = importlib.import_module("ppo")
     arguments = SMALL["ppo"] | dict(checkpoint_every=2, exact_resume=True)
@@ -202,7 +174,7 @@ def stop_and_resume(rank: int) -> None:
     def signalled(*args):
         calls.append(args)
         if rank == 1 and len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            script.note_signal(signal.SIGTERM, None)
         return compute_gae(*args)
 
     script.compute_gae = signalled
@@ -211,10 +183,11 @@ def stop_and_resume(rank: int) -> None:
     assert stopped.value.code == 128 + signal.SIGTERM
     assert len(calls) == 2, "the processes did not stop together"
     dist.barrier()  # rank 0 has written
-    (run_dir,) = (path for path in Path("runs").iterdir() if path != whole)
+    (run_dir,) = (path for path in Path("runs").absolute().iterdir() if path != whole)
     if rank == 0:
         assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 2
-    script.train(script.Args(**arguments, resume=str(run_dir)))
+    script.SIGNALS.clear()
+    script.train(script.saved_args(run_dir))
     dist.barrier()
     assert same_parameters(whole, run_dir)
     Path("finished.txt").write_text(str(run_dir))
@@ -226,86 +199,38 @@ def test_a_signal_to_one_stops_all_and_they_resume_exactly():
     together(stop_and_resume)
     script = importlib.import_module("ppo")
     run_dir = Path("finished.txt").read_text()
-    further = script.Args(**SMALL["ppo"] | dict(total_timesteps=256, resume=run_dir))
+    further = script.saved_args(run_dir, total_timesteps=256)
     assert torch.load(script.train(further) / "checkpoint.pt", weights_only=True)["global_step"] == 256
 
 
-def average_halves(rank: int, name: str) -> None:
-    script = importlib.import_module(name)
+def compute_halves(rank: int) -> None:
+    """Have each process compute the gradients of its half of a minibatch."""
+    script = importlib.import_module("ppo")
+    args = small_args(script, norm_adv=False, max_grad_norm=1e9)
+    envs = script.make_envs(args, 1)
     torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-    unused = torch.nn.Linear(2, 2)
-    agent = torch.nn.ModuleList([network, unused])
-    x = torch.randn(8, 3)
-    expected = torch.autograd.grad((network(x) ** 2).mean(), list(network.parameters()))
-    (network(x[4 * rank :][:4]) ** 2).mean().backward()
-    with script.Run(script.Args()):
-        script.average_gradients(agent)
-    for parameter, gradient in zip(network.parameters(), expected):
-        torch.testing.assert_close(parameter.grad, gradient)
-    assert unused.weight.grad is None
+    agent, frozen = script.Agent(envs, args), script.Agent(envs, args)
+    frozen.load_state_dict(agent.state_dict())
+    frozen.critic[0].weight.requires_grad_(False)
+    minibatch = [torch.randn(8, 4), torch.randint(2, (8,)), *torch.randn(4, 8)]
+    obs, actions, logprobs, advantages, values, returns = minibatch
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    loss, _ = script.ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
+    expected = dict(zip(dict(agent.named_parameters()), torch.autograd.grad(loss, list(agent.parameters()))))
+    for each in (agent, frozen):
+        stats = script.compute_gradients(each, [x[4 * rank :][:4] for x in minibatch], args)
+        for name, parameter in each.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, expected[name])
+            else:
+                assert parameter.grad is None
+    norm = torch.stack([x.norm() for name, x in expected.items() if name != "critic.0.weight"]).norm()
+    torch.testing.assert_close(stats["grad_norm"], norm)
     assert script.average(torch.tensor([rank, 3.0])).tolist() == [0.5, 3.0]
     assert script.gather([rank] * (rank + 1)) == [0, 1, 1]
 
 
 def test_averaged_gradients_are_those_of_the_whole_minibatch():
-    """Catches: a sum for a mean, and an order of processes that is left to chance."""
-    together(average_halves, "ppo")
-
-
-@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
-def test_one_process_averages_nothing(script):
-    """Catches: helpers that need torchrun."""
-    x, items = torch.ones(3), [1, 2]
-    assert script.average(x) is x
-    assert script.gather(items) == items
-    assert script.num_processes() == 1
-    agent = torch.nn.Linear(2, 1)
-    agent.weight.grad = gradient = torch.ones(1, 2)
-    with script.Run(small_args(script)) as run:
-        script.average_gradients(agent)
-        assert agent.weight.grad is gradient
-        assert torch.equal(gradient, torch.ones(1, 2))
-        assert (run.rank, run.processes) == (0, 1)
-        assert run.share("num_envs") == small_args(script).num_envs
-
-
-@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
-def test_what_cannot_be_shared_is_refused(script, monkeypatch):
-    """Catches: a remainder of the envs or of a minibatch that is dropped silently."""
-    monkeypatch.setattr(script, "num_processes", lambda: 3)
-    with pytest.raises(script.UserError, match=r"^--num-envs must be a multiple of 3, the number of processes, not 2$"):
-        script.train(small_args(script))
-    with pytest.raises(script.UserError, match="multiple of 3, the number of") as error:  # a minibatch of 3 envs
-        script.train(small_args(script, num_envs=3, num_minibatches=3))
-    flags_named = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", str(error.value))}
-    assert flags_named == {"num_minibatches"}
-    assert not Path("runs").exists()
-
-
-def test_torchrun():
-    """Catches: a command line that works alone only; two processes that write and speak at once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo_atari.py")]
-    arguments = flags(**SMALL["ppo_atari"] | dict(eval_episodes=1))
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert len(re.findall(r"^starting .* on cpu, 2 processes$", result.stdout, re.MULTILINE)) == 1
-    assert result.stdout.count("evaluation: mean return") == 1
-    (run_dir,) = Path("runs").iterdir()
-    assert len(list(run_dir.glob("events*"))) == 1
-    assert "eval/episodic_return" in read_scalars(run_dir)
-
-
-def test_torchrun_is_stopped_by_a_signal():
-    """Catches: a Ctrl-C that loses the run, or a command to resume it with one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo.py")]
-    with subprocess.Popen([*command, "--checkpoint-every", "1"], stdout=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: list(Path().glob("runs/*/checkpoint.pt")))
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=300)[0]
-    assert re.search(
-        r"^stopped by signal 2; to go on: torchrun --nproc-per-node 2 \S*ppo.py --resume runs/", output, re.M
-    )
-    (checkpoint,) = Path().glob("runs/*/checkpoint.pt")
-    state = torch.load(checkpoint, weights_only=True)
-    assert state["global_step"] == state["iteration"] * 512
+    """Catches: a sum for a mean, a norm of one process's part, an order of processes that is left to chance, and a
+    parameter without a gradient, of which there is nothing to average."""
+    together(compute_halves)

@@ -1,70 +1,120 @@
-"""torchrun: what the processes refuse together, log of the whole batch, and do once."""
+"""torchrun: when a script takes itself for a part of it, what is refused, joined, written once, done at a signal."""
 
 import importlib
+import re
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import FOLD_SCRIPTS, ROOT, SMALL, read_scalars, small_args
-from test_processes import act_predictably, together, train_and_tell
+import torch.distributed as dist
+from conftest import ROOT, SMALL, flags, read_scalars, small_args
+from launcher import wait_until
+from test_processes import together
 
 
-@pytest.mark.parametrize("script", FOLD_SCRIPTS, indirect=True)
-def test_a_minibatch_of_one_step_a_process_is_refused(script, monkeypatch):
-    """Catches: advantages normalised by the deviation of a single step: NaN from the first update on."""
-    monkeypatch.setattr(script, "num_processes", lambda: 2, raising=False)
-    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 2), raising=False)  # as it was called once
-    changes = dict(seq_len=1) if "lstm" in script.__name__ else {}
-    args = small_args(script, num_minibatches=small_args(script).batch_size // 2, **changes)
-    with pytest.raises(script.UserError, match=r"--num-minibatches must be .* 2 processes"):
-        script.train(args)
-    assert not Path("runs").exists()
+def test_one_process_averages_nothing():
+    """Catches: helpers that need torchrun."""
+    ppo = importlib.import_module("ppo")  # not above: `together` has the processes read this file first
+    x, items = torch.ones(3), [1, 2]
+    assert torch.equal(ppo.average(x), x)
+    assert ppo.gather(items) == items
+    assert (ppo.PROCESSES, ppo.RANK) == (1, 0)
 
 
-def train_on_single_steps(rank: int) -> None:
+def test_a_schedulers_variables_are_not_torchruns(launcher):
+    """Catches: a run that waits for others for ever, where WORLD_SIZE is of something else."""
+    code = "import os; os.environ |= dict(WORLD_SIZE='2', RANK='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')"
+    process = launcher.run("ppo", *flags(**SMALL["ppo"]), code=code)
+    assert process.returncode == 0, process.stderr
+    assert list(Path("runs").glob("*/checkpoint.pt"))
+
+
+def test_what_cannot_be_shared_is_refused(monkeypatch):
+    """Catches: a remainder of the envs, of a minibatch or of its sequences that is dropped silently; advantages
+    normalised by the deviation of a single step, NaN from the first update on; a refusal of what can be computed."""
+    ppo = importlib.import_module("ppo")  # not above: `together` has the processes read this file first
+    monkeypatch.setattr(ppo, "PROCESSES", 3)
+    with pytest.raises(ppo.UserError, match=r"^--num-envs must be a multiple of 3 processes, not 2$"):
+        small_args(ppo)
+    with pytest.raises(ppo.UserError, match=r"^--num-minibatches must be a divisor of 48 steps, with 2 for each"):
+        small_args(ppo, num_envs=3, num_minibatches=3)
+    with pytest.raises(ppo.UserError, match=r"^--num-minibatches .* with 2 for each process, not 16$"):
+        small_args(ppo, num_envs=3, num_minibatches=16)
+    small_args(ppo, num_envs=3, num_minibatches=16, norm_adv=False)
+    ppo_lstm = importlib.import_module("ppo_lstm")
+    monkeypatch.setattr(ppo_lstm, "PROCESSES", 3)
+    with pytest.raises(ppo_lstm.UserError, match=r"^--num-minibatches must be a divisor of 6 sequences, for each"):
+        small_args(ppo_lstm, num_envs=3, num_minibatches=4)
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (4, None)])
+def test_processes_join(monkeypatch, gpus, backend):
+    """Catches: processes that give up after half an hour, while the first one plays its episodes; all on the first GPU;
+    nccl where two share a GPU."""
+    ppo = importlib.import_module("ppo")  # not above: `together` has the processes read this file first
+    joined, devices, trained = [], [], []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, timeout: joined.append((*given, timeout)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--seed", "7"])
+    monkeypatch.setattr(ppo, "PROCESSES", 4)
+    monkeypatch.setattr(ppo, "train", lambda args: trained.append((len(joined), args.seed)))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    ppo.main()
+    ((used, timeout),) = joined
+    assert used == backend
+    assert timeout >= timedelta(hours=12)
+    assert devices == ([3 % gpus] if gpus else [])
+    assert trained == [(1, 7)]
+
+
+def use_the_command_line(rank: int) -> None:
+    """Train on single steps, and evaluate the run by the command line."""
     script = importlib.import_module("ppo")
-    arguments = SMALL["ppo"] | dict(num_minibatches=16, norm_adv=False, total_timesteps=32)
-    run_dir = script.train(script.Args(**arguments))
-    with pytest.raises(script.UserError, match="--num-minibatches"):
-        script.train(script.Args(**arguments | dict(norm_adv=True)))
+    run_dir = script.train(small_args(script, num_minibatches=16, norm_adv=False, total_timesteps=32))
+    dist.barrier()  # rank 0 has written
+    evaluate, calls = script.evaluate, []
+    script.evaluate = lambda *given: calls.append(evaluate(*given))
+    script.dist.init_process_group = lambda *_, **__: None  # that has been done
+    sys.argv = ["ppo.py", "--evaluate", str(run_dir), "--eval-episodes", "2"]
+    script.main()
+    assert [len(returns) for returns in calls] == ([2] if rank == 0 else [])
+    dist.barrier()
     Path(f"rank{rank}.txt").write_text(str(run_dir))
 
 
-def test_without_normalisation_one_step_a_process_is_enough():
-    """Catches: a refusal of what can be computed, and processes of which only one refuses what cannot."""
-    together(train_on_single_steps)
-    (run_dir,) = Path("runs").iterdir()
+def test_processes_evaluate_once():
+    """Catches: as many evaluations, and lines that tell of them, as processes; a minibatch of one step that fails."""
+    together(use_the_command_line)
+    (run_dir,) = Path("runs").absolute().iterdir()
     assert {Path(f"rank{rank}.txt").read_text() for rank in range(2)} == {str(run_dir)}
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 1
 
 
-@pytest.mark.parametrize("name", FOLD_SCRIPTS)
-def test_explained_variance_is_of_the_whole_batch(name, monkeypatch):
-    """Catches: the mean of each process's explained variance, which is that of no batch."""
-    script = importlib.import_module(name)
-    arguments = SMALL[name] | dict(num_envs=4, num_minibatches=1, norm_adv=False, update_epochs=1)
-    arguments["total_timesteps"] = 2 * script.Args(**arguments | dict(total_timesteps=10**6)).batch_size
-    together(train_and_tell, name, arguments, True)
-    run_dir = torch.load("rank0.pt", weights_only=True)["run_dir"]
-    monkeypatch.setattr(script, "Agent", type("Agent", (script.Agent,), {}))  # what is changed now is undone at the end
-    act_predictably(script)
-    ours, theirs = (read_scalars(Path(each)) for each in (run_dir, script.train(script.Args(**arguments))))
-    assert len(theirs["losses/explained_variance"]) == 2
-    np.testing.assert_allclose(
-        ours["losses/explained_variance"], theirs["losses/explained_variance"], rtol=1e-4, atol=1e-5
-    )
-
-
-def test_torchrun_evaluates_once():
-    """Catches: as many evaluations, and lines that tell of them, as processes."""
-    script = importlib.import_module("ppo")
-    run_dir = script.train(small_args(script))
+def test_torchrun():
+    """Catches: a command line that works alone only; two processes that write and speak at once; a Ctrl-C that loses
+    the run, or is not told to all."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo.py")]
-    command += ["--evaluate", str(run_dir), "--eval-episodes", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("evaluation: mean return") == 1
-    assert "over 2 episodes" in result.stdout
+    command += flags(checkpoint_every=1, eval_every=1, eval_episodes=1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        trained = lambda: any(torch.load(path, weights_only=True)["iteration"] for path in Path().glob("runs/*/ch*.pt"))
+        wait_until(lambda: trained() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=300)
+    (run_dir,) = Path("runs").absolute().iterdir()
+    assert len(re.findall(r"^starting .* on cpu$", output, re.MULTILINE)) == 1, errors
+    pattern = rf"^stopped by signal 2; to go on: .*ppo\.py --resume {re.escape(str(run_dir))}$"
+    assert len(re.findall(pattern, output, re.MULTILINE)) == 1, errors
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    assert state["global_step"] == state["iteration"] * 512
+    assert len(list(run_dir.glob("events*"))) == 1
+    scalars = read_scalars(run_dir)
+    assert [step for step, _ in scalars["losses/value_loss"]] == [512 * (i + 1) for i in range(state["iteration"])]
+    assert output.count("evaluation: mean return") >= len(scalars["eval/episodic_return"]) >= 1

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import wandb
-from conftest import SMALL, flags, parameters, read_scalars, small_args
+from conftest import SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from wandb.proto import wandb_internal_pb2
+
+import ppo
 
 
 def records(path: Path):
@@ -45,94 +47,91 @@ def contents(path: Path) -> tuple[dict, dict]:
     return config, history
 
 
-@pytest.mark.parametrize("script", ["ppo", "ppo_atari"], indirect=True)  # start_wandb is the same text in all
-def test_an_offline_run_holds_everything(script, launcher):
+def test_an_offline_run_holds_everything(launcher):
     """Catches: tags that only TensorBoard gets, rows sent twice, a config that is missing, a run that is not closed."""
-    options = SMALL[script.__name__] | dict(
-        track=True, eval_episodes=1, capture_video=True, seed=5, wandb_tags="quick try"
-    )
-    result = launcher.run(script.__name__, *flags(**options))
+    options = SMALL["ppo"] | dict(track=True, eval_episodes=1, capture_video=True, seed=5, wandb_tags="quick try")
+    result = launcher.run("ppo", *flags(**options))
     assert result.returncode == 0, result.stderr
     (run_dir,) = Path("runs").glob("*__5__*")
     (file,) = (path for path in Path().rglob("run-*.wandb") if "latest-run" not in path.parts)
     config, history = contents(file)
 
-    args = {name: config[name] for name in vars(script.Args())}
-    assert args == vars(script.Args(**options))
+    args = {name: config[name] for name in vars(ppo.Args())}
+    assert args == vars(ppo.Args(**options))
     for tag, points in read_scalars(run_dir).items():
         ours = [(step, pytest.approx(value, rel=1e-5)) for step, value in points]
         # a row repeats the evaluation's value once it is known: the steps at which it was logged are a subset
         assert [point for point in history[tag] if point[0] in dict(points)] == ours, tag
     assert len(history["losses/value_loss"]) == 4
-    assert [step for step, _ in history["eval/videos"]] == [step for step, _ in history["eval/episodic_return"]][-1:]
-    videos = list(run_dir.rglob("*.mp4"))
-    assert len(videos) == 1
+    assert [step for step, _ in history["eval/videos"]] == [0, 128]
+    assert {path.name for path in run_dir.rglob("*.mp4")} == {"step_0.mp4", "step_128.mp4"}
     run = next(record.run for record in records(file) if record.HasField("run"))
-    assert (run.run_group, run.job_type) == (f"{config['env_id']}__{config['exp_name']}", "train")
+    assert (run.display_name, run.run_group) == (run_dir.name, "CartPole-v1__ppo")
     assert list(run.tags) == ["quick", "try"]
     metrics = [record.metric for record in records(file) if record.HasField("metric")]
     assert any((metric.glob_name, metric.step_metric) == ("*", "global_step") for metric in metrics)
     artifacts = [record.request.log_artifact.artifact for record in records(file)]
     artifacts += [record.artifact for record in records(file)]
     code = [entry for artifact in artifacts if artifact.type == "code" for entry in artifact.manifest.contents]
-    assert {entry.path for entry in code} == {f"{script.__name__}.py"}
-    assert {entry.size for entry in code} == {Path(script.__file__).stat().st_size}
+    assert {entry.path for entry in code} == {"ppo_from_0.py"}
+    assert {entry.size for entry in code} == {Path(ppo.__file__).stat().st_size}
     assert any(record.HasField("exit") and record.exit.exit_code == 0 for record in records(file))
     # wandb mirrors the folder of the TensorBoard log: its own folder must not lie in there
     assert not [path for path in run_dir.rglob("*") if "wandb" in path.name]
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["wandb_id"] in file.name
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["kept"]["wandb_id"] in file.name
 
 
-@pytest.mark.parametrize("failure", ["init", "import"])
-def test_a_failing_wandb_never_stops_a_run(script, monkeypatch, capsys, failure):
-    """Catches: ten hours of training that end at a login prompt, or at a package that is not there."""
+def pretend(monkeypatch, **functions) -> None:
+    """Replace wandb's functions: a run "abc" begins, and does nothing."""
+    run = SimpleNamespace(id="abc", define_metric=lambda *_, **__: None, log_code=lambda _: None)
+    for name in ("init", "finish", "log", "Video"):
+        monkeypatch.setattr(wandb, name, functions.get(name, lambda *_, **__: None))
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: init(**given) or run)
+
+
+@pytest.mark.parametrize("failure", ["import", "init", "log"])
+def test_a_failing_wandb_never_stops_a_run(monkeypatch, capsys, failure):
+    """Catches: ten hours of training that end at a login prompt, at a package that is not there, at a film not sent."""
 
     def fail(*args, **kwargs):
         raise wandb.errors.UsageError("api_key not configured (no-tty)")
 
-    if failure == "init":
-        monkeypatch.setattr(wandb, "init", fail)
-    else:
+    if failure == "import":
         monkeypatch.setitem(sys.modules, "wandb", None)
-    run_dir = script.train(small_args(script, track=True))
-    assert "wandb is off" in capsys.readouterr().err
-    assert all(torch.isfinite(parameter).all() for parameter in parameters(run_dir).values())
+    else:
+        pretend(monkeypatch, **{failure: fail})
+    run_dir = ppo.train(small_args(ppo, track=True, capture_video=True, eval_episodes=1))
+    assert ("wandb is off" in capsys.readouterr().err) == (failure != "log")
     assert len(read_scalars(run_dir)["losses/value_loss"]) == 4
 
 
-@pytest.mark.parametrize("script", ["ppo"], indirect=True)
-def test_a_run_that_fails_is_closed_as_failed(script, monkeypatch):
+def test_a_run_that_fails_is_closed_as_failed(monkeypatch):
     """Catches: a second training in the same process that logs into the run of the one that failed, as trials do."""
-    options = SMALL["ppo"] | dict(track=True)
-    crash_at(monkeypatch, script, 20)
+    calls = []
+    pretend(monkeypatch, init=lambda **_: calls.append("init"), finish=lambda exit_code: calls.append(exit_code))
+    crash_at(monkeypatch, ppo, 20)
     with pytest.raises(Stop):
-        script.train(script.Args(**options, seed=1))
-    assert wandb.run is None
-    hook_envs(monkeypatch, script, None)
-    script.train(script.Args(**options, seed=2))
-    assert wandb.run is None
-    wandb.teardown()  # its process may write for a moment after a run is closed
-    files = [path for path in Path().rglob("run-*.wandb") if "latest-run" not in path.parts]
-    seeds = {contents(path)[0]["seed"]: path for path in files}
-    codes = {seed: [r.exit.exit_code for r in records(path) if r.HasField("exit")] for seed, path in seeds.items()}
-    assert codes == {1: [1], 2: [0]}
+        ppo.train(small_args(ppo, track=True))
+    hook_envs(monkeypatch, ppo, None)
+    ppo.train(small_args(ppo, track=True))
+    assert calls == ["init", 1, "init", 0]
 
 
-@pytest.mark.parametrize("script", ["ppo"], indirect=True)
-def test_a_resumed_run_goes_on_in_wandb(script, monkeypatch):
+def test_a_resumed_run_goes_on_in_wandb(monkeypatch):
     """Catches: a second run in wandb for each resume; another project or team; films that are sent again."""
     calls, logged = [], []
-    run = SimpleNamespace(id="abc", define_metric=lambda *_, **__: None, log_code=lambda _: None, log=logged.append)
-    monkeypatch.setattr(wandb, "init", lambda **given: (calls.append(given), run)[1])
-    monkeypatch.setattr(wandb, "Video", lambda path: path)
+    pretend(monkeypatch, init=lambda **given: calls.append(given), log=logged.append, Video=Path)
     options = dict(track=True, wandb_project_name="mine", wandb_entity="us", wandb_tags="a b")
-    options |= dict(checkpoint_every=2, eval_every=2, eval_episodes=1, capture_video=True)
-    run_dir = script.train(small_args(script, **options))
-    script.train(script.Args(resume=str(run_dir), total_timesteps=192))
+    options |= dict(checkpoint_every=2, eval_every=2, eval_episodes=1)
+    run_dir = ppo.train(small_args(ppo, **options))
+    assert logged == []  # no films
+    ppo.train(ppo.saved_args(run_dir, total_timesteps=192, capture_video=True))
     assert [(call["id"], call["resume"]) for call in calls] == [(None, "allow"), ("abc", "allow")]
     for call in calls:
         assert (call["project"], call["entity"], call["name"]) == ("mine", "us", run_dir.name)
         assert call["tags"] == ["a", "b"]
-    assert [row["global_step"] for row in logged] == [64, 128, 192]
-    for row in logged:
-        assert [f"step_{row['global_step']}/" in film for film in row["eval/videos"]] == [True]
+    assert [(row["global_step"], row["eval/videos"]) for row in logged] == [
+        (step, run_dir / f"videos/step_{step}.mp4") for step in (128, 192)
+    ]
+    assert all(film.exists() for film in (row["eval/videos"] for row in logged))
