@@ -109,10 +109,10 @@ class Args:
     num_layers: int = 1  # L, layers of the LSTM
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
-    minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)
+    minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
     num_sequences = property(lambda self: self.batch_size // (self.seq_len or self.num_steps))
-    minibatch_sequences = property(lambda self: self.num_sequences // self.num_minibatches)
+    minibatch_sequences = property(lambda self: int(self.num_sequences // self.num_minibatches))
 
     def __post_init__(self):
         require(self, "hidden_size num_layers", lambda x: x >= 1, "at least 1")
@@ -360,8 +360,9 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
     loss.backward()
-    for p in agent.parameters() if PROCESSES > 1 else ():  # each has its part of M [aux 2]
-        p.grad = average(p.grad) if p.requires_grad else None
+    if PROCESSES > 1:  # each has its part of the minibatch [aux 2]
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
@@ -548,11 +549,10 @@ def check_args(args: Args) -> None:
     others = "seed torch_threads patience eval_episodes eval_every ent_coef vf_coef"
     require(args, others, lambda x: 0 <= x < 2**63, "0 or more")
     require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
-    size = args.batch_size
     require(args, "num_envs", lambda x: x % PROCESSES == 0, f"a multiple of {PROCESSES} processes")
-    require(args, "total_timesteps", lambda x: x >= size, f"at least a batch, {size} steps")
-    divides = lambda x: size % (x * PROCESSES) == 0 and (size > x * PROCESSES or not args.norm_adv)
-    require(args, "num_minibatches", divides, f"a divisor of {size} steps, with 2 for each process")
+    require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
+    divides = lambda x: args.batch_size % (x * PROCESSES) == 0 and args.batch_size > x * PROCESSES * args.norm_adv
+    require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, with 2 for each process")
     try:
         json.loads(args.env_kwargs).items()
     except (AttributeError, TypeError, ValueError):
@@ -589,8 +589,10 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
         Args(**state["args"])
         if agent:
             agent.load_state_dict(state["agent"])
-        if optimizer:  # its options are those of the script and the command line
-            optimizer.load_state_dict(state["optimizer"] | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        if optimizer:
+            options = optimizer.state_dict()["param_groups"]  # of the script and the command line
+            optimizer.load_state_dict(state["optimizer"])
+            optimizer.load_state_dict(optimizer.state_dict() | dict(param_groups=options))
         return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
         why = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
@@ -715,8 +717,7 @@ class Run(contextlib.ExitStack):
         """Stop the run before NaN or infinity is learnt from, logged or saved."""
         for x in map(torch.as_tensor, numbers):
             if x.is_floating_point() and not math.isfinite(x.sum(dtype=torch.float64)):
-                why = f"an observation, a reward or the gradient is not finite after step {self.global_step}"
-                raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
+                raise FloatingPointError(f"an observation, reward or gradient is not finite; {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph, called from C++ or, on a GPU, replayed by CUDA graphs."""
@@ -743,9 +744,9 @@ class Run(contextlib.ExitStack):
             scalars["charts/mean_return_100"] = mean_return
             self.progress = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
             self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few to judge by
-            if len(recent) < 100 or mean_return > self.kept["best_return"]:
-                self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
         self.episodes = []
+        if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
+            self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
         now = time.perf_counter()
         sps = scalars["charts/SPS"] = (self.global_step - self.start_step) / (now - self.start_time)
         for tag, value in scalars.items() if RANK == 0 else ():
@@ -806,7 +807,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run")
     run = parser.parse_known_args()[0].run
-    default = saved_args(run) if run else Args()
+    default = Args() if run is None else saved_args(run)
     args = tyro.cli(Args, default=default, description=(__doc__ or "").split("\n\n")[0])
     if PROCESSES > 1:
         if gpus := torch.cuda.device_count():

@@ -184,11 +184,13 @@ def hidden_cart_pole(seen=(1, 0, 1, 0), **kwargs) -> gym.Env:
 
 
 class OwnSpace(CartPoleEnv):
-    """CartPole that says besides, in a space of its own, what there is to do."""
+    """CartPole that says besides, in words of any number, what there is to do."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.observation_space = gym.spaces.Dict(obs=self.observation_space, mission=gym.Space())
+        self.observation_space = gym.spaces.Dict(
+            obs=self.observation_space, mission=gym.spaces.Sequence(gym.spaces.Discrete(9))
+        )
 
 
 gym.register("OwnSpace-v0", entry_point=OwnSpace)

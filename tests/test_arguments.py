@@ -150,7 +150,7 @@ def test_bad_flags(main, argv):
 def test_an_empty_name_of_a_run(main, flag):
     """Catches: `--resume $RUN` of a variable that is not set, answered by a new run from the beginning."""
     ppo = importlib.import_module("ppo")
-    assert_refused(main(ppo, *small_flags(ppo), flag, ""), flag)
+    assert_refused(main(ppo, *small_flags(ppo), flag, ""), "checkpoint.pt")
 
 
 def test_a_refusal_is_one_sentence(main):
@@ -207,9 +207,9 @@ def test_the_example_of_env_kwargs_works(script):
 
 
 def test_an_observation_space_that_cannot_be_flat():
-    """Catches: a Dict with a space of the env's own, as MiniGrid's mission, that ends in a traceback without a word."""
+    """Catches: a space of no fixed size that ends in a traceback without a word."""
     ppo = importlib.import_module("ppo")
-    with pytest.raises(ppo.UserError, match="OwnSpace"):
+    with pytest.raises(ppo.UserError, match="Sequence"):
         ppo.train(small_args(ppo, env_id="probe_envs:OwnSpace-v0"))
     assert os.listdir() == []
 
@@ -274,7 +274,7 @@ def test_what_a_run_prints(main):
     assert (code, err) == (0, "")
     (run_dir,) = Path("runs").absolute().iterdir()
     assert run_dir.name.startswith("CartPole-v1__ppo__7__")
-    *table, starting, end = out.splitlines()
+    *table, starting, end = [line for line in out.splitlines() if "steps/s" not in line]  # a line every 5 seconds
     args = small_args(ppo, seed=7, gamma=0.5)
     assert [line[2:].split(maxsplit=1) for line in table] == [
         [name, str(value)] if str(value) else [name] for name, value in dataclasses.asdict(args).items()

@@ -271,7 +271,6 @@ NO_PICTURES = {
     "two channels": np.zeros((32, 48, 2)),
     "four dimensions": np.zeros((1, 32, 48, 3)),
     "no pixels": np.zeros((0, 0, 3)),
-    "complex": np.zeros((32, 48), complex),
 }
 
 

@@ -104,7 +104,8 @@ def test_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo.py")]
     command += flags(checkpoint_every=1, eval_every=1, eval_episodes=1)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        trained = lambda: any(torch.load(path, weights_only=True)["iteration"] for path in Path().glob("runs/*/ch*.pt"))
+        load = lambda path: torch.load(path, weights_only=True)
+        trained = lambda: any(load(path)["iteration"] > 1 for path in Path().glob("runs/*/ch*.pt"))  # and evaluated
         wait_until(lambda: trained() or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
