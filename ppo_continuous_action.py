@@ -117,8 +117,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     """Return `num_envs` envs with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
 
     Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
-    returned one opens the next episode. With `render`, envs.render() returns images. Raises UserError for spaces that
-    this script does not handle.
+    returned one opens the next episode. With `render`, envs.render() returns images. Other spaces are a UserError.
     """
 
     if args.capture_video and sys.platform == "linux":
@@ -606,14 +605,13 @@ class Run(contextlib.ExitStack):
 
     def start_wandb(self) -> None:
         """Mirror the log to wandb, on resume to the same run; its failure never stops a run."""
-        args = self.args
         try:
             import wandb
 
-            names = dict(project=args.wandb_project_name, entity=args.wandb_entity, name=self.folder.name)
-            names |= dict(group=f"{args.env_id}__{args.exp_name}", tags=args.wandb_tags.split())
+            names = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, name=self.folder.name)
+            names |= dict(group=f"{self.args.env_id}__{self.args.exp_name}", tags=self.args.wandb_tags.split())
             names |= dict(id=self.kept.get("wandb_id"), resume="allow", sync_tensorboard=True)
-            run = wandb.init(**names, config=asdict(args))
+            run = wandb.init(**names, config=asdict(self.args))
             self.push(lambda kind, *_: wandb.finish(exit_code=1 if kind else 0))
             run.define_metric("*", step_metric="global_step")
             run.log_code(str(self.folder))
@@ -641,7 +639,8 @@ class Run(contextlib.ExitStack):
         """Stop the run before NaN or infinity is learnt from, logged or saved."""
         for x in map(torch.as_tensor, numbers):
             if x.is_floating_point() and not math.isfinite(x.sum(dtype=torch.float64)):
-                raise FloatingPointError(f"an observation, reward or gradient is not finite; {self.folder} is good")
+                why = f"an observation, a reward or the gradient is not finite after step {self.global_step}"
+                raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
         """With --compile, `function` as a graph, called from C++ or, on a GPU, replayed by CUDA graphs."""

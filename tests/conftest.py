@@ -11,6 +11,7 @@ import pytest
 import torch
 from launcher import Launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmark")]
@@ -19,6 +20,9 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
+
+# logs of one second are read in the order of their names, which end in a number of the process: all of one length
+event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 torch.set_num_threads(1)  # where a test calls the network itself: two threads crawl on a machine that is busy
 
