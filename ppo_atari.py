@@ -145,10 +145,9 @@ class AtariLives(VectorWrapper):
 def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     """Return `num_envs` games with SAME_STEP autoreset, whose infos hold the unclipped returns of whole games.
 
-    Observations are (4, 84, 84) uint8: grey, resized [atari 5], the last four stacked [atari 7]. A game begins with up
-    to 29 no-ops [atari 1]; an action lasts 4 frames, of which the last two are max-pooled [atari 2]; a game is
-    truncated at 108,000 frames. infos["final_obs"] is valid only where a game ended. To `render`, games run in
-    gymnasium's wrappers, which draw other no-ops. Raises UserError for an id that is not an Atari game.
+    Observations are (4, 84, 84) uint8: grey, resized [atari 5], the last four stacked [atari 7]. A game begins with
+    up to 29 no-ops [atari 1] and is truncated at 108,000 frames; an action lasts 4, two of them max-pooled [atari 2].
+    infos["final_obs"] is valid where a game ended. To `render`, gymnasium's wrappers are used, which draw other no-ops.
     """
     spec = gym.spec(args.env_id)
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
@@ -310,7 +309,7 @@ def train(args: Args) -> Path:
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
 
-        run.begin(agent, optimizer)
+        run.begin(agent, optimizer)  # loads what is resumed, and saves; may film the agent as it is
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
@@ -368,7 +367,8 @@ def train(args: Args) -> Path:
                 run.evaluate()
             if last:
                 break
-        return run.finish()
+        run.finish()
+    return run.folder
 
 
 def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[float]:
@@ -398,7 +398,7 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
             if args.capture_video:
                 film.append_data(picture(envs))
             action, *_ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=args.deterministic)
-            obs, _, _, _, infos = envs.step(action.numpy())
+            obs, _, _, _, infos = envs.step(action.numpy().astype(envs.single_action_space.dtype))
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
     mean, std = np.mean(returns or math.nan), np.std(returns or math.nan)
@@ -455,9 +455,10 @@ def check_args(args: Args) -> None:
     others = "seed torch_threads patience eval_episodes eval_every ent_coef vf_coef"
     require(args, others, lambda x: 0 <= x < 2**63, "0 or more")
     require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
-    require(args, "num_envs", lambda x: x % PROCESSES == 0, f"a multiple of {PROCESSES} processes")
+    processes = PROCESSES if dist.is_initialized() else 1  # while the command line is read, flags may be missing
+    require(args, "num_envs", lambda x: x % processes == 0, f"a multiple of {processes} processes")
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
-    divides = lambda x: args.batch_size % (x * PROCESSES) == 0 and args.batch_size > x * PROCESSES * args.norm_adv
+    divides = lambda x: args.batch_size % (x * processes) == 0 and args.batch_size > x * processes * args.norm_adv
     require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, with 2 for each process")
     try:
         json.loads(args.env_kwargs).items()
@@ -476,7 +477,7 @@ def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
 def average(x: Tensor) -> Tensor:
     """The mean of x over all processes; on one process, x."""
     if PROCESSES > 1:
-        torch.compiler.disable(dist.all_reduce)(x)
+        torch.compiler.disable(dist.all_reduce)(x := x.clone())
     return x / PROCESSES
 
 
@@ -501,7 +502,7 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
             optimizer.load_state_dict(optimizer.state_dict() | dict(param_groups=options))
         return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
-        why = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        why = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
 
 
@@ -536,7 +537,7 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
-        check_args(args)
+        args.__post_init__()  # again: arguments may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
@@ -611,8 +612,7 @@ class Run(contextlib.ExitStack):
     def note_episodes(self, truncations: np.ndarray, infos: dict) -> None:
         """Note the returns and lengths of the episodes that a step ended."""
         if "episode" in infos:
-            returns, lengths = infos["episode"]["r"], infos["episode"]["l"]
-            self.episodes += [(returns[i].item(), lengths[i].item()) for i in np.flatnonzero(infos["_episode"])]
+            self.episodes += zip(*(infos["episode"][name][infos["_episode"]].tolist() for name in "rl"))
             self.require_finite(*infos["final_obs"][truncations])
 
     def require_finite(self, *numbers: Tensor | np.ndarray | float) -> None:
@@ -666,9 +666,10 @@ class Run(contextlib.ExitStack):
         return bool(SIGNALS) or 0 < self.args.patience * self.args.batch_size <= waited
 
     def save(self, agent: nn.Module, optimizer) -> None:
-        """Write all that a resumed run needs; whatever happens, the old file or the new one is there."""
+        """Write all that a resumed run needs; a kill leaves the old file or the new one."""
         self.episodes_restart |= self.args.exact_resume  # as after a time limit
-        if RANK > 0 or (SIGNALS and self.args.exact_resume and self.iteration % self.args.checkpoint_every):
+        unscheduled = self.iteration < self.args.num_iterations and self.iteration % self.args.checkpoint_every
+        if RANK > 0 or (SIGNALS and self.args.exact_resume and unscheduled):
             return  # resumed from here, it would have a reset that an unbroken run has not
         self.writer.flush()  # the log is never behind the checkpoint
         is_best = self.kept["score"] >= self.kept["best_score"]
@@ -685,21 +686,20 @@ class Run(contextlib.ExitStack):
         """Play with the agent just saved, and log the mean return; a signal ends it."""
         if RANK > 0 or not self.args.eval_episodes or SIGNALS:
             return
-        if returns := evaluate(self.folder / "checkpoint.pt", self.args.eval_episodes, self.args):
+        if (returns := evaluate(self.folder / "checkpoint.pt", self.args.eval_episodes, self.args)) and not SIGNALS:
             self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
         if self.wandb and self.args.capture_video:
             with contextlib.suppress(Exception):  # no failure of wandb stops a run
                 film = self.wandb.Video(f"{self.folder}/videos/step_{self.global_step}.mp4")
                 self.wandb.log({"eval/videos": film, "global_step": self.global_step})
 
-    def finish(self) -> Path:
-        """Close everything, say how the run ended, and return its folder."""
+    def finish(self) -> None:
+        """Close everything, and say how the run ended."""
         self.close()
         print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
         if SIGNALS and self.iteration < self.args.num_iterations:
             print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
             sys.exit(128 + SIGNALS[0])
-        return self.folder
 
 
 def main() -> None:
@@ -728,6 +728,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (UserError, gym.error.Error, KeyboardInterrupt) as error:
+    except (UserError, gym.error.Error, ModuleNotFoundError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)

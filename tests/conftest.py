@@ -114,7 +114,6 @@ def pytest_configure(config):
     """The tests are of the CPU, but for those of `-m cuda`."""
     if config.getoption("markexpr") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["CXX"] = sys.executable  # --compile looks for a compiler; no test has it compile anything
 
 
 def pytest_generate_tests(metafunc):

@@ -158,22 +158,35 @@ def test_recorded_games_take_what_games_take(atari_script):
     assert abs(ends[0] - ends[1]) <= 8  # no-ops are frames, too
 
 
+class Lives(gym.vector.VectorEnv):
+    """A game that has `first` lives, then what `steps` says: how many, whether terminated, whether truncated."""
+
+    num_envs = 1
+
+    def __init__(self, first, *steps):
+        self.first, self.steps = first, iter(steps)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1), dict(lives=np.array([self.first]))
+
+    def step(self, actions):
+        lives, terminated, truncated = next(self.steps)
+        return np.zeros(1), np.zeros(1), np.array([terminated]), np.array([truncated]), dict(lives=np.array([lives]))
+
+
 def test_a_game_that_goes_on_without_lives_loses_none(atari_script):
     """Catches: Q*bert's end counted twice: it has 0 lives for some frames before its game is over."""
-
-    class Games(gym.vector.VectorEnv):
-        num_envs, lives = 1, iter([2, 1, 0, 0, 3])
-
-        def reset(self, *, seed=None, options=None):
-            return np.zeros(1), dict(lives=np.array([next(self.lives)]))
-
-        def step(self, actions):
-            lives = next(self.lives)
-            return np.zeros(1), np.zeros(1), np.array([lives == 3]), np.zeros(1, bool), dict(lives=np.array([lives]))
-
-    envs = atari_script.AtariLives(Games(), None)
+    envs = atari_script.AtariLives(Lives(2, (1, False, False), *2 * [(0, False, False)], (3, True, False)), None)
     envs.reset()
     assert [bool(envs.step(np.zeros(1))[2][0]) for _ in range(4)] == [True, False, False, True]
+
+
+def test_a_game_that_is_truncated_with_extra_lives_loses_none(atari_script):
+    """Catches: DemonAttack cut with more lives than a new game has: not a lost life, for the cut is bootstrapped."""
+    envs = atari_script.AtariLives(Lives(3, (5, False, False), (3, False, True), (2, False, False)), None)
+    envs.reset()
+    ends = [tuple(bool(end[0]) for end in envs.step(np.zeros(1))[2:4]) for _ in range(3)]
+    assert ends == [(False, False), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)

@@ -39,7 +39,7 @@ MOST_CHANGES = {
         "ppo_continuous_action": (2, 14),
         "ppo_lstm": (17, 36),
         "ppo_atari_lstm": (8, 25),
-        "ppo_multidiscrete": (7, 10),
+        "ppo_multidiscrete": (7, 11),
     },
     "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
 }
@@ -55,7 +55,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_MICRORTS = 280
 MOST_LINES_OF_THE_FOLD = 325
-MOST_WIDE_LINES = 0.175  # the share of lines that may pass 100 columns: shorter means less to understand, not denser
+MOST_WIDE_LINES = 0.18  # the share of lines that may pass 100 columns: shorter means less to understand, not denser
 MOST_LINES_OF_TRAIN, MOST_LINES_OF_ITS_LOOP = 84, 60  # in ppo.py
 MOST_LEVELS = 4  # how deep blocks may lie in one another inside train: if in for in for in with
 

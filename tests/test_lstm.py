@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, small_args
+from faulty_envs import hook_envs
 from gymnasium.spaces import Box, Discrete
 
 import ppo
@@ -188,17 +189,25 @@ def goes_on(acts) -> bool:
     return all(torch.equal(given, after) for (_, _, after), (given, _, _) in itertools.pairwise(acts))
 
 
-def test_the_state_goes_on(recurrent, acts):
-    """Catches: a memory that is lost between two rollouts, or in evaluation; one that a restart of the envs keeps."""
+def test_the_state_goes_on(recurrent, acts, monkeypatch):
+    """Catches: a memory that is lost between rollouts or in evaluation, or kept past a restart, a life or a cut."""
     args = small_args(recurrent, exact_resume=True, checkpoint_every=2)
     run_dir = recurrent.train(args)
     assert len(acts) == args.num_iterations * args.num_steps
     assert goes_on(acts)
     assert {0, 2 * args.num_steps} <= {step for step, (_, starts, _) in enumerate(acts) if starts.all()}
     acts.clear()
+    dones = [True]
+
+    def end(step, transition):
+        transition[2], transition[3] = [step % 5 == 1] | transition[2], [step % 7 == 3] | transition[3]
+        dones.extend(transition[2] | transition[3])
+
+    hook_envs(monkeypatch, recurrent, end)
     recurrent.evaluate(run_dir / "checkpoint.pt", 1)
-    assert len(acts) > 3
+    assert len(acts) > 7
     assert goes_on(acts)
+    assert [starts.tolist() for _, starts, _ in acts] == [[float(done)] for done in dones[:-1]]
 
 
 def test_last_observations_are_valued_with_the_state_after_the_step(recurrent, acts, monkeypatch):

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars, small_args
+from conftest import read_scalars, same_parameters, small_args
 from gymnasium.spaces import Box, MultiDiscrete
 
 import ppo_multidiscrete as script
@@ -256,3 +256,32 @@ def test_an_env_tells_which_actions_are_invalid(vectorization, monkeypatch):
     assert script.evaluate(run_dir / "checkpoint.pt", 3) == [0.0] * 3
     script.train(replace(logged, mask_actions=False, vectorization="sync", eval_episodes=0))
     assert Masked.invalid > 20
+
+
+class Meddler(gym.Env):
+    """Rewards are of the action that it is given, which it then may change in place."""
+
+    observation_space, action_space = Box(-1, 1, (3,), np.float32), MultiDiscrete([4, 3])
+
+    def __init__(self, meddles):
+        self.meddles = meddles
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random(3, np.float32), {}
+
+    def step(self, action):
+        reward = float(action.sum())
+        if self.meddles:
+            action[:] = 0
+        return self.np_random.random(3, np.float32), reward, False, False, {}
+
+
+gym.register("Meddler-v0", entry_point=Meddler, max_episode_steps=5, kwargs=dict(meddles=True))
+gym.register("Reader-v0", entry_point=Meddler, max_episode_steps=5, kwargs=dict(meddles=False))
+
+
+def test_an_env_that_changes_its_action_changes_nothing():
+    """Catches: actions that an env changed in place and that are learnt from as if they had been sampled."""
+    ours, theirs = (script.train(small_args(script, env_id=env_id)) for env_id in ("Meddler-v0", "Reader-v0"))
+    assert same_parameters(ours, theirs)

@@ -75,10 +75,15 @@ RUNS = {
 
 
 class Recorder(gym.vector.VectorWrapper):
-    """Keeps what each step was given and what it returned."""
+    """Keeps what each step was given and what it returned.
+
+    At every ninth step it says that all episodes are cut, some of which are terminated as well: each then had a last
+    observation of its own, and goes on as a new one.
+    """
 
     def reset(self, **options):
         self.steps = []
+        self.single_observation_space.seed(0)
         self.obs, infos = self.env.reset(**options)
         self.obs = self.obs.copy()
         return self.obs, infos
@@ -87,7 +92,12 @@ class Recorder(gym.vector.VectorWrapper):
         multi = isinstance(self.single_action_space, MultiDiscrete)
         masks = self.env.unwrapped.call("action_masks") if multi else [None] * self.num_envs
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        last = {n: infos["final_obs"][n].copy() for n in np.flatnonzero(truncations)}
+        cuts, rest = divmod(len(self.steps), 9)
+        if rest == 8:
+            terminations = terminations | ((np.arange(self.num_envs) + cuts) % 3 == 0)
+            truncations = np.ones(self.num_envs, bool)
+            infos["final_obs"] = np.stack([self.single_observation_space.sample() for _ in truncations])
+        last = {n: infos["final_obs"][n].copy() for n in np.flatnonzero(truncations & ~terminations)}
         self.steps.append([self.obs, actions.copy(), masks, rewards.copy(), terminations, truncations, last])
         self.obs = obs.copy()
         return obs, rewards, terminations, truncations, infos
@@ -282,7 +292,7 @@ class Reference:
 
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name in RUNS for options in RUNS[name]])
 def test_a_run_ends_with_the_parameters_of_a_second_implementation(name, options, monkeypatch):
-    """Catches: parts that are each as they should be, and put together wrongly."""
+    """Catches: parts that are put together wrongly; final observations swapped; an end both ways that is no end."""
     script = importlib.import_module(name)
     recorders, permutations, begun = [], [], []
     make_envs, randperm, Agent = script.make_envs, torch.randperm, script.Agent
@@ -312,8 +322,10 @@ def test_a_run_ends_with_the_parameters_of_a_second_implementation(name, options
     reference = Reference(name, args, recorder.single_action_space, initial, trainable)
     T, epochs = args.num_steps, args.update_epochs
     assert len(recorder.steps) == T * args.num_iterations > T
-    for column in (4, 5):
-        assert np.any([step[column] for step in recorder.steps]), "no termination, or no truncation, to learn from"
+    terminations, truncations = (np.stack([step[column] for step in recorder.steps]) for column in (4, 5))
+    ends = terminations & ~truncations, truncations & ~terminations, terminations & truncations
+    assert all(end.any() for end in ends), "episodes end by termination, by truncation, and both ways at once"
+    assert (truncations & ~terminations).all(1).any(), "all envs are truncated in the same step"
     for iteration in range(args.num_iterations):
         steps = recorder.steps[iteration * T : (iteration + 1) * T]
         last_obs = [*recorder.steps, [recorder.obs]][(iteration + 1) * T][0]

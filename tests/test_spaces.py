@@ -1,6 +1,7 @@
 """Which spaces a script takes, whatever their dtype; and which columns of the observations it hides."""
 
 import contextlib
+import copy
 import importlib
 import os
 import re
@@ -9,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import small_args
+from conftest import SCRIPTS, small_args
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 REFUSED = {"Int32Box": Box(0, 5, (2,), np.int32), "ScalarBox": Box(-1, 1, (), np.float32)}
@@ -117,3 +118,31 @@ def test_the_agent_sees_the_bounds_of_actions(name):
     script = importlib.import_module(name)
     with contextlib.closing(script.make_envs(small_args(script, env_id="WideBox-v0"), 2)) as envs:
         assert envs.single_action_space == WIDE["WideBox"]
+
+
+DTYPES = {Discrete: np.int32, MultiDiscrete: np.uint8, Box: np.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in SCRIPTS), ("ppo_lstm", dict(env_id="Pendulum-v1"))]
+)
+def test_envs_get_actions_of_their_dtype(name, changes, monkeypatch):
+    """Catches: actions of torch's dtype, int64 or float32, given to envs that have another one."""
+    script = importlib.import_module(name)
+    make_envs, given = script.make_envs, set()
+
+    class Narrow(gym.vector.VectorWrapper):
+        def __init__(self, envs):
+            super().__init__(envs)
+            self.single_action_space = copy.copy(envs.single_action_space)
+            self.single_action_space.dtype = np.dtype(DTYPES[type(self.single_action_space)])
+
+        def step(self, actions):
+            given.add((type(self.single_action_space), actions.dtype.type))
+            return self.env.step(actions)
+
+    monkeypatch.setattr(script, "make_envs", lambda *given: Narrow(make_envs(*given)))
+    args = small_args(script, num_steps=8, total_timesteps=16, update_epochs=1, **changes)
+    script.train(args)
+    assert given <= DTYPES.items()
+    assert len(given) == 1

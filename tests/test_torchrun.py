@@ -35,9 +35,12 @@ def test_a_schedulers_variables_are_not_torchruns(launcher):
 
 def test_what_cannot_be_shared_is_refused(monkeypatch):
     """Catches: a remainder of the envs, of a minibatch or of its sequences that is dropped silently; advantages
-    normalised by the deviation of a single step, NaN from the first update on; a refusal of what can be computed."""
+    normalised by the deviation of a single step, NaN from the first update on; a refusal of what can be computed, or of
+    the defaults while the command line is read, to which the flags may add what is missing."""
     ppo = importlib.import_module("ppo")  # not above: `together` has the processes read this file first
     monkeypatch.setattr(ppo, "PROCESSES", 3)
+    small_args(ppo)  # the processes have not joined yet
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ppo.UserError, match=r"^--num-envs must be a multiple of 3 processes, not 2$"):
         small_args(ppo)
     with pytest.raises(ppo.UserError, match=r"^--num-minibatches must be a divisor of 48 steps, with 2 for each"):
