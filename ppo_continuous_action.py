@@ -119,7 +119,6 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
     returned one opens the next episode. With `render`, envs.render() returns images. Other spaces are a UserError.
     """
-
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo then needs no screen
 
@@ -316,7 +315,9 @@ def train(args: Args) -> Path:
         terminations, truncations = np.zeros((2, T, N), bool)
         running_return = np.zeros(N)  # discounted, of each env's episode so far
 
-        run.begin(agent, optimizer)  # loads what is resumed, and saves; may film the agent as it is
+        run.begin(agent, optimizer)  # loads what is resumed, makes the folder, saves
+        if args.capture_video:
+            run.evaluate()  # a baseline, and what cannot be filmed is known now
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
@@ -375,12 +376,10 @@ def train(args: Args) -> Path:
             if args.norm_obs:  # only now: the update must normalise as the rollout did
                 agent.obs_norm.update(obs.flatten(0, 1))
 
-            # log [core 12]
-            errors, targets = [torch.cat(gather([x.cpu()])) for x in (returns - values, returns)]
+            # log [core 12], save, evaluate, stop
+            errors, targets = [torch.cat(gather([x.cpu()])) for x in (returns - values, returns)]  # of all processes
             explained_variance = 1 - errors.var() / targets.var()
             run.log(stats, {"charts/learning_rate": learning_rate, "losses/explained_variance": explained_variance})
-
-            # save, evaluate, stop
             last = iteration == args.num_iterations or run.stopped()  # a signal, or --patience
             if last or iteration % args.checkpoint_every == 0:
                 run.save(agent, optimizer)
@@ -565,10 +564,9 @@ class Run(contextlib.ExitStack):
         self.folder = gather([Path("runs", name.replace("/", "-").replace(":", "-")).absolute()])[0]
         self.iteration = 0  # done so far
         self.global_step = 0
-        self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, best_score=-math.inf)
+        self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
-        self.progress = "no episode has ended yet"
         self.wandb = None  # the module, if it works
         torch.manual_seed(args.seed)
         torch.set_num_threads(args.torch_threads or CORES)
@@ -587,8 +585,9 @@ class Run(contextlib.ExitStack):
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # raises if another run has it
-            copy = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
-            copy.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
+            script = Path(__file__).read_bytes()  # an edited file is the experiment
+            if script not in [path.read_bytes() for path in self.folder.glob("*.py")]:
+                Path(self.folder, f"{Path(__file__).stem}_from_{self.global_step}.py").write_bytes(script)
             if self.args.track:
                 self.start_wandb()  # it listens to the writer made next
             self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
@@ -602,8 +601,6 @@ class Run(contextlib.ExitStack):
                 print("*" if getattr(self.args, f.name) != f.default else " ", f"{f.name:20} {plain[f.name]}")
             print(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}", flush=True)
         self.save(agent, optimizer)
-        if self.args.capture_video:
-            self.evaluate()  # what cannot be filmed is known now, and there is a baseline
 
     def start_wandb(self) -> None:
         """Mirror the log to wandb, on resume to the same run; its failure never stops a run."""
@@ -666,7 +663,7 @@ class Run(contextlib.ExitStack):
             recent = self.kept["recent"] = [*self.kept["recent"], *episodes][-100:]
             mean_return, mean_length = np.mean(recent, axis=0).tolist()
             scalars["charts/mean_return_100"] = mean_return
-            self.progress = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
+            self.kept["progress"] = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
             self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few to judge by
         self.episodes = []
         if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
@@ -678,7 +675,7 @@ class Run(contextlib.ExitStack):
         if RANK == 0 and now - self.last_print > 5:
             self.last_print = now
             left = timedelta(seconds=round((self.args.total_timesteps - self.global_step) / sps))
-            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.progress}", flush=True)
+            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.kept['progress']}", flush=True)
 
     def stopped(self) -> bool:
         """Whether the run ends early: upon a signal to any of the processes, or for --patience."""
@@ -687,19 +684,21 @@ class Run(contextlib.ExitStack):
         return bool(SIGNALS) or 0 < self.args.patience * self.args.batch_size <= waited
 
     def save(self, agent: nn.Module, optimizer) -> None:
-        """Write all that a resumed run needs; a kill leaves the old file or the new one."""
+        """Write all that a resumed run needs; a kill or a crash leaves the old file or the new one."""
         self.episodes_restart |= self.args.exact_resume  # as after a time limit
         unscheduled = self.iteration < self.args.num_iterations and self.iteration % self.args.checkpoint_every
         if RANK > 0 or (SIGNALS and self.args.exact_resume and unscheduled):
             return  # resumed from here, it would have a reset that an unbroken run has not
         self.writer.flush()  # the log is never behind the checkpoint
-        is_best = self.kept["score"] >= self.kept["best_score"]
-        self.kept["best_score"] = max(self.kept["score"], self.kept["best_score"])
+        best_score = self.kept.get("best_score", -math.inf)
+        self.kept["best_score"] = max(self.kept["score"], best_score)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=asdict(self.args))
         state |= dict(iteration=self.iteration, global_step=self.global_step, kept=self.kept)
         temporary = self.folder / "checkpoint.tmp"
-        for name in ("checkpoint.pt", "best.pt")[: 1 + is_best]:
+        for name in ("checkpoint.pt", "best.pt")[: 1 + (self.kept["score"] >= best_score)]:
             torch.save(torch.utils._pytree.tree_map_only(np.generic, np.generic.item, state), temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
             torch.load(temporary, map_location="cpu", weights_only=True)  # can it be read back?
             os.replace(temporary, self.folder / name)
 
@@ -717,7 +716,7 @@ class Run(contextlib.ExitStack):
     def finish(self) -> None:
         """Close everything, and say how the run ended."""
         self.close()
-        print(f"{self.global_step:,} steps, {self.progress}, in {self.folder}", flush=True)
+        print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
         if SIGNALS and self.iteration < self.args.num_iterations:
             print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
             sys.exit(128 + SIGNALS[0])

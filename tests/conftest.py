@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from launcher import Launcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmark")]
@@ -20,9 +21,6 @@ os.environ |= {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
-
-# logs of one second are read in the order of their names, which end in a number of the process: all of one length
-event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 torch.set_num_threads(1)  # where a test calls the network itself: two threads crawl on a machine that is busy
 
@@ -178,9 +176,22 @@ def run_script(name: str, *argv: str, timeout: float = 600) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def read_log(run_dir: Path) -> EventAccumulator:
+    """A run's TensorBoard log.
+
+    TensorBoard reads a run's files by their names, which order them by second, then by process as text: those of one
+    second, as only tests have them, get names in the order of their beginning.
+    """
+    begun = {path: next(iter(EventFileLoader(str(path)).Load())).wall_time for path in run_dir.glob("*tfevents*")}
+    with tempfile.TemporaryDirectory() as folder:
+        for k, path in enumerate(sorted(begun, key=begun.get)):
+            Path(folder, f"events.out.tfevents.{k:010d}").symlink_to(path.absolute())
+        return EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
+
+
 def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """The (step, value) pairs of each tag of a run's TensorBoard log."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    events = read_log(run_dir)
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 

@@ -76,6 +76,15 @@ def test_a_signal_in_the_last_evaluation(script, monkeypatch, capfd):
     assert "eval/episodic_return" not in read_scalars(run_dir)
 
 
+def test_half_an_evaluation_is_not_logged(monkeypatch):
+    """Catches: a mean of the episodes that had ended when a signal came, which are the short ones."""
+    signals = []
+    monkeypatch.setattr(ppo, "SIGNALS", signals)
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: signals.append(signal.SIGTERM) or [9.0])
+    run_dir = ppo.train(small_args(ppo, eval_episodes=2))
+    assert "eval/episodic_return" not in read_scalars(run_dir)
+
+
 def test_a_signal_while_saving_skips_the_evaluation(monkeypatch):
     """Catches: an evaluation begun, and played to its end, though a signal came just before it."""
     save, signals = ppo.Run.save, []

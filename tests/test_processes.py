@@ -226,7 +226,8 @@ def compute_halves(rank: int) -> None:
                 assert parameter.grad is None
     norm = torch.stack([x.norm() for name, x in expected.items() if name != "critic.0.weight"]).norm()
     torch.testing.assert_close(stats["grad_norm"], norm)
-    assert script.average(torch.tensor([rank, 3.0])).tolist() == [0.5, 3.0]
+    assert script.average(x := torch.tensor([rank, 3.0])).tolist() == [0.5, 3.0]
+    assert x.tolist() == [rank, 3.0], "changed in place"
     assert script.gather([rank] * (rank + 1)) == [0, 1, 1]
 
 

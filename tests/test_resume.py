@@ -14,15 +14,8 @@ import torch
 from conftest import FOLD_SCRIPTS, SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
 from launcher import wait_until
-from tensorboard.summary.writer import event_file_writer
 
 import ppo
-
-
-@pytest.fixture(autouse=True)
-def logs_in_order(monkeypatch):
-    """Logs of one second are read by their names, which end in the process's count: in a long one 10 before 9."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
 
 
 def load(run_dir: Path) -> dict:
@@ -295,3 +288,13 @@ def test_speed_and_evaluations_after_a_resume_are_its_own(monkeypatch):
     scalars = read_scalars(run_dir)
     assert 0 < scalars["charts/SPS"][4][1] <= args.batch_size
     assert [step for step, _ in scalars["eval/episodic_return"]] == [k * args.batch_size for k in (2, 4, 6, 8)]
+
+
+def test_a_run_that_is_complete_is_left_as_it_is(capsys):
+    """Catches: a resume with nothing left to do that says that no episode has ended, or keeps the script once more."""
+    run_dir = ppo.train(small_args(ppo))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "mean return" in last
+    assert ppo.train(ppo.saved_args(run_dir)) == run_dir
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert [path.name for path in run_dir.glob("*.py")] == ["ppo_from_0.py"]

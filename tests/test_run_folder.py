@@ -5,8 +5,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import torch
-from conftest import ROOT, SMALL, flags, small_args
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import ROOT, SMALL, flags, read_log, small_args
 
 import ppo
 
@@ -45,7 +44,7 @@ def test_arguments_are_in_tensorboard(launcher):
     (run_dir,) = Path("runs").iterdir()
     steps = small_args(ppo).total_timesteps
     ppo.train(ppo.saved_args(run_dir, gamma=0.75, total_timesteps=2 * steps))
-    events = EventAccumulator(str(run_dir)).Reload()
+    events = read_log(run_dir)
     tables = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors("hyperparameters/text_summary")}
     assert tables.keys() == {0, steps}  # what is true of the second half does not hide what was of the first
     versions = [f"|torch|{torch.__version__}|", f"|gymnasium|{gym.__version__}|", "|param|value|"]

@@ -91,11 +91,13 @@ def test_with_exact_resume_the_scheduled_checkpoint_stays(script, monkeypatch):
     assert load(run_dir)["iteration"] == 2
 
 
-def test_a_signal_in_the_last_iteration_changes_nothing(script, monkeypatch, capfd):
-    """Catches: a finished run that tells its user to go on."""
-    args = small_args(script)
+@pytest.mark.parametrize("exact_resume", [False, True])
+def test_a_signal_in_the_last_iteration_changes_nothing(script, monkeypatch, capfd, exact_resume):
+    """Catches: a finished run that tells its user to go on, or whose last iterations are not saved, off schedule."""
+    args = small_args(script, exact_resume=exact_resume, checkpoint_every=3)
     stop_at(monkeypatch, script, args.num_iterations * args.num_steps)
     run_dir = script.train(args)
+    assert args.num_iterations % args.checkpoint_every > 0
     assert load(run_dir)["iteration"] == args.num_iterations
     assert "to go on" not in capfd.readouterr().out
 
