@@ -33,13 +33,12 @@ which is the same in every script.
 # ///
 
 import contextlib
+import ctypes
 import functools
 import gc
 import json
 import math
-import multiprocessing
 import os
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -53,6 +52,10 @@ from gymnasium.spaces import Box, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
+
+with contextlib.suppress(AttributeError, OSError):  # in glibc: keep what torch frees, which is 1.2 times as fast
+    for option, value in ((-1, 2**31 - 1), (-2, 2**26), (-4, 0)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX
+        ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 
 @dataclass
@@ -131,12 +134,10 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         )
 
     def adapt(env: gym.Env) -> gym.Env:
-        if multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv"):
-            os.setpgrp()  # Ctrl-C in a terminal is for the main process
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        env = CheckedEnv(env)
         if isinstance(env.action_space, MultiDiscrete) and (start := env.action_space.start).any():  # we count from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, MultiDiscrete(env.action_space.nvec))
-        return gym.wrappers.TransformObservation(env, np.array, None)  # a copy, which stays as it is
+        return env
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
     mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
@@ -158,6 +159,12 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         envs.mask_actions = True
         envs.get_masks = lambda units: np.stack(envs.call("action_masks"))
     return RecordEpisodeStatistics(envs)
+
+
+def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
+    """Return a seed for each env; other run seeds and other keys give other streams."""
+    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
+    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -> nn.Module:
@@ -293,6 +300,13 @@ def ppo_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, ret
     return loss, stats | dict(old_approx_kl=old_approx_kl, approx_kl=approx_kl, clipfrac=clipfrac)
 
 
+def average(x: Tensor) -> Tensor:
+    """The mean of x over all processes; on one process, x."""
+    if PROCESSES > 1:
+        torch.compiler.disable(dist.all_reduce)(x := x.clone())
+    return x / PROCESSES
+
+
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
     """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile makes it one graph."""
     obs, actions, logprobs, advantages, values, returns, masks = minibatch
@@ -392,7 +406,6 @@ def train(args: Args) -> Path:
                 run.evaluate()
             if last:
                 break
-        run.finish()
     return run.folder
 
 
@@ -417,11 +430,15 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
         agent = Agent(envs, args).eval()
         load_checkpoint(checkpoint, agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
-        for _ in range(episodes * EPISODE_LIMIT):
+        for _ in range(episodes * 100_000):  # then episodes that do not end are given up
             if len(returns) == episodes or SIGNALS:
                 break
             if args.capture_video:
-                film.append_data(picture(envs))
+                image = np.asarray(envs.render()[0])  # (H, W, C), or (H, W)
+                if not image.size or image.ndim < 2 or image.shape[2:] not in ((), (1,), (3,), (4,)):
+                    raise UserError(f"cannot film {image.dtype} of shape {image.shape}: render (H, W, 3)")
+                scale = 255.0 if image.dtype != np.uint8 and image.max() < 1.5 else 1.0
+                film.append_data((image * scale).clip(0, 255).astype(np.uint8))
             action, *_ = agent.get_action_and_value(torch.as_tensor(obs), deterministic=args.deterministic)
             obs, _, _, _, infos = envs.step(action.numpy().astype(envs.single_action_space.dtype))
             if "episode" in infos:
@@ -702,28 +719,31 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
 # The life of a run: nothing of PPO; the same text in every script.
 # ----------------------------------------------------------------------------------------------------------------------
 import argparse
-import ctypes
+import atexit
+import multiprocessing
+import random
+import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
+from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
 PROCESSES = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1  # of torchrun
 RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and evaluates
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
-    for option, value in ((-1, 2**31 - 1), (-2, 2**26), (-4, 0)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX
-        ctypes.CDLL("libc.so.6").mallopt(option, value)  # keep what torch frees: Atari is 1.2 times as fast
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's share, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
 BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
-EPISODE_LIMIT = 100_000  # env steps; an evaluation whose episodes take more on average is given up
 SIGNALS = []  # that main() was sent: the run ends after this iteration, an evaluation at once
 
 
@@ -744,9 +764,8 @@ def check_args(args: Args) -> None:
     require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "positive")
     require(args, "target_kl", lambda x: x is None or x > 0, "positive")
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "from 0 to 1")
-    others = "seed torch_threads patience eval_episodes eval_every ent_coef vf_coef"
-    require(args, others, lambda x: 0 <= x < 2**63, "0 or more")
-    require(args, "eval_every", lambda x: x % args.checkpoint_every == 0, "a multiple of --checkpoint-every")
+    require(args, "seed torch_threads patience eval_episodes ent_coef vf_coef", lambda x: 0 <= x < 2**63, "0 or more")
+    require(args, "eval_every", lambda x: x >= 0 == x % args.checkpoint_every, "a multiple of --checkpoint-every")
     processes = PROCESSES if dist.is_initialized() else 1  # while the command line is read, flags may be missing
     require(args, "num_envs", lambda x: x % processes == 0, f"a multiple of {processes} processes")
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
@@ -758,19 +777,6 @@ def check_args(args: Args) -> None:
         raise UserError(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from None
     if args.evaluate or args.capture_video or args.eval_every:
         args.eval_episodes = args.eval_episodes or 10
-
-
-def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
-    """Return a seed for each env; other run seeds and other keys give other streams."""
-    children = np.random.SeedSequence(args.seed, spawn_key=key).spawn(num_envs)
-    return [int(child.generate_state(1)[0] >> 1) for child in children]  # 31 bits, to fit a C int
-
-
-def average(x: Tensor) -> Tensor:
-    """The mean of x over all processes; on one process, x."""
-    if PROCESSES > 1:
-        torch.compiler.disable(dist.all_reduce)(x := x.clone())
-    return x / PROCESSES
 
 
 def gather(items: list) -> list:
@@ -786,12 +792,9 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         Args(**state["args"])
-        if agent:
-            agent.load_state_dict(state["agent"])
-        if optimizer:
-            options = optimizer.state_dict()["param_groups"]  # of the script and the command line
-            optimizer.load_state_dict(state["optimizer"])
-            optimizer.load_state_dict(optimizer.state_dict() | dict(param_groups=options))
+        for part, name in ((agent, "agent"), (optimizer, "optimizer")):
+            if part:
+                part.load_state_dict(state[name])
         return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
         why = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
@@ -808,17 +811,52 @@ def saved_args(run: Path | str, **changes) -> Args:
     return Args(**load_checkpoint(checkpoint_of(run))["args"] | dict(resume=str(run)) | changes)
 
 
-def picture(envs: VectorEnv) -> np.ndarray:
-    """What the first env shows: (H, W), or (H, W, C) of 1, 3 or 4 channels, uint8."""
-    image = np.asarray(envs.render()[0])
-    if not image.size or image.ndim < 2 or image.shape[2:] not in ((), (1,), (3,), (4,)):
-        raise UserError(f"cannot film {image.dtype} of shape {image.shape}: render (H, W, 3)")
-    scale = 255.0 if image.dtype != np.uint8 and image.max() < 1.5 else 1.0
-    return (image * scale).clip(0, 255).astype(np.uint8)
+class CheckedEnv(gym.Wrapper):
+    """A user's env: its seed fixes all its randomness; it gives copies and numbers, and no infos."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.unchecked = 2  # the observations of the first reset and of the first step
+        self.before = random.getstate(), np.random.get_state()  # close() restores them
+        self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv")
+        if self.in_worker:
+            os.setpgrp()  # Ctrl-C in a terminal is for the main process
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            spaces = self.unwrapped.action_space, self.unwrapped.observation_space
+            seeders = [random.seed, np.random.seed, *(space.seed for space in spaces)]
+            seeders += [torch.default_generator.manual_seed] * self.in_worker  # elsewhere it samples the actions
+            for seeder, number in zip(seeders, np.random.SeedSequence(seed).generate_state(5).tolist()):
+                seeder(number)
+        return self.check(self.env.reset(seed=seed, options=options)[0]), {}
+
+    def step(self, action):
+        obs, *numbers, _ = self.env.step(action)
+        numbers = [x if isinstance(x, (bool, float)) else torch.as_tensor(x).item() for x in numbers]
+        return self.check(obs), *numbers, {}
+
+    def check(self, obs):
+        if self.unchecked > 0:
+            self.unchecked -= 1
+            try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
+                concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
+            except (KeyError, TypeError, ValueError) as error:
+                given = f"an observation of shape {np.shape(obs)} and dtype {np.asarray(obs).dtype}"
+                raise UserError(f"{self.spec.id} gave {given}, not of {self.observation_space}: {error}") from None
+        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
+
+    def close(self):
+        with contextlib.suppress(Exception):  # no reason to lose a run
+            self.env.close()
+        random.setstate(self.before[0])
+        np.random.set_state(self.before[1])
 
 
-def note_signal(signum: int, frame) -> None:
+def note_signal(signum: int, frame):
     """Have the run end after this iteration; a second Ctrl-C ends it at once."""
+    if multiprocessing.current_process().daemon:
+        return signal.alarm(30)  # an env's process waits for the main one to end it
     SIGNALS.append(signum)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
@@ -834,8 +872,7 @@ class Run(contextlib.ExitStack):
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
         self.folder = gather([Path("runs", name.replace("/", "-").replace(":", "-")).absolute()])[0]
-        self.iteration = 0  # done so far
-        self.global_step = 0
+        self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
@@ -844,6 +881,20 @@ class Run(contextlib.ExitStack):
         torch.set_num_threads(args.torch_threads or CORES)
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Close everything, and say how the run ended."""
+        with contextlib.suppress(EOFError, OSError):  # of envs whose processes have died
+            super().__exit__(kind, error, trace)
+        if isinstance(error, (SystemExit, EOFError, ConnectionError)):
+            why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
+            raise RuntimeError(f"{why}; the checkpoint in {self.folder} is good") from error
+        if error is None:
+            print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
+        if error is None and SIGNALS and self.iteration < self.args.num_iterations:
+            program = "python" if PROCESSES == 1 else "torchrun, with its options as before,"
+            print(f"stopped by signal {SIGNALS[0]}; to go on: {program} {__file__} --resume {self.folder}", flush=True)
+            sys.exit(128 + SIGNALS[0])
 
     def begin(self, agent: nn.Module, optimizer) -> None:
         """Load what is to be resumed, then make the folder and begin to log."""
@@ -869,8 +920,6 @@ class Run(contextlib.ExitStack):
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
             table = "".join(f"|{name}|{value}|\n" for name, value in (plain | about).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-            for f in fields(self.args):  # a star marks what differs from its default
-                print("*" if getattr(self.args, f.name) != f.default else " ", f"{f.name:20} {plain[f.name]}")
             print(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}", flush=True)
         self.save(agent, optimizer)
 
@@ -879,14 +928,14 @@ class Run(contextlib.ExitStack):
         try:
             import wandb
 
+            settings = zlib.crc32(str(self.args).split("env_id=")[1].encode())  # a group's runs differ in their seeds
             names = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, name=self.folder.name)
-            names |= dict(group=f"{self.args.env_id}__{self.args.exp_name}", tags=self.args.wandb_tags.split())
-            names |= dict(id=self.kept.get("wandb_id"), resume="allow", sync_tensorboard=True)
-            run = wandb.init(**names, config=asdict(self.args))
+            names |= dict(group=f"{self.args.env_id}__{self.args.exp_name}__{settings:08x}")
+            names |= dict(tags=self.args.wandb_tags.split(), id=self.kept.get("wandb_id"), resume="allow")
+            run = wandb.init(**names, config=asdict(self.args), sync_tensorboard=True)
             self.push(lambda kind, *_: wandb.finish(exit_code=1 if kind else 0))
             run.define_metric("*", step_metric="global_step")
             run.log_code(str(self.folder))
-            self.kept["wandb_id"] = run.id
             self.wandb = wandb
         except Exception as error:  # no network, no login
             print(f"wandb is off for this run: {error}", file=sys.stderr)
@@ -952,8 +1001,8 @@ class Run(contextlib.ExitStack):
     def stopped(self) -> bool:
         """Whether the run ends early: upon a signal to any of the processes, or for --patience."""
         SIGNALS[:] = gather(SIGNALS)
-        waited = self.global_step - self.kept["best_step"]
-        return bool(SIGNALS) or 0 < self.args.patience * self.args.batch_size <= waited
+        waited = (self.global_step - self.kept["best_step"]) / self.args.batch_size  # iterations
+        return bool(SIGNALS) or 0 < self.args.patience <= waited
 
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a crash leaves the old file or the new one."""
@@ -962,6 +1011,7 @@ class Run(contextlib.ExitStack):
         if RANK > 0 or (SIGNALS and self.args.exact_resume and unscheduled):
             return  # resumed from here, it would have a reset that an unbroken run has not
         self.writer.flush()  # the log is never behind the checkpoint
+        self.kept["wandb_id"] = self.wandb.run.id if self.wandb and SIGNALS else None  # a killed run may log more steps
         best_score = self.kept.get("best_score", -math.inf)
         self.kept["best_score"] = max(self.kept["score"], best_score)
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=asdict(self.args))
@@ -969,8 +1019,6 @@ class Run(contextlib.ExitStack):
         temporary = self.folder / "checkpoint.tmp"
         for name in ("checkpoint.pt", "best.pt")[: 1 + (self.kept["score"] >= best_score)]:
             torch.save(torch.utils._pytree.tree_map_only(np.generic, np.generic.item, state), temporary)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
             torch.load(temporary, map_location="cpu", weights_only=True)  # can it be read back?
             os.replace(temporary, self.folder / name)
 
@@ -985,14 +1033,6 @@ class Run(contextlib.ExitStack):
                 film = self.wandb.Video(f"{self.folder}/videos/step_{self.global_step}.mp4")
                 self.wandb.log({"eval/videos": film, "global_step": self.global_step})
 
-    def finish(self) -> None:
-        """Close everything, and say how the run ended."""
-        self.close()
-        print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
-        if SIGNALS and self.iteration < self.args.num_iterations:
-            print(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}", flush=True)
-            sys.exit(128 + SIGNALS[0])
-
 
 def main() -> None:
     """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
@@ -1002,14 +1042,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run")
     run = parser.parse_known_args()[0].run
-    default = Args() if run is None else saved_args(run)
-    args = tyro.cli(Args, default=default, description=(__doc__ or "").split("\n\n")[0])
+    args = tyro.cli(Args, default=Args() if run is None else saved_args(run), description=str(__doc__).split("\n\n")[0])
     if PROCESSES > 1:
         if gpus := torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
         sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # else nccl
         dist.init_process_group(backend, timeout=timedelta(days=1))  # as long as 0 may evaluate
+        atexit.register(dist.destroy_process_group)  # else its threads may abort at the end
     if not args.evaluate:
         train(args)
     elif RANK == 0:

@@ -91,7 +91,7 @@ FIVE_SCRIPTS = [name for name in SCRIPTS if name != "ppo_atari_lstm"]
 OF_FIVE = {"test_arguments", "test_determinism", "test_evaluate", "test_resume"}
 # So do tests of the training loop with ppo_atari.py: but for a line it has ppo.py's, see test_consistency.py.
 FOUR_SCRIPTS = [name for name in SCRIPTS if name not in ATARI_SCRIPTS]
-OF_FOUR = {"test_agent"}
+OF_FOUR = {"test_agent", "test_user_envs"}
 
 # the scripts that train on probe_envs.py: the action space's name there, and the arguments that turn off what would
 # change the observations or the rewards

@@ -268,19 +268,13 @@ def progress(run_dir: Path) -> str:
 
 
 def test_what_a_run_prints(main):
-    """Catches: a log that does not tell what was changed or where it went, has a line an episode, or escape codes."""
+    """Catches: a log that does not tell where the run went and how it ended, has a line an episode, or escape codes."""
     ppo = importlib.import_module("ppo")
     code, out, err = main(ppo, *small_flags(ppo, seed=7, gamma=0.5))
     assert (code, err) == (0, "")
     (run_dir,) = Path("runs").absolute().iterdir()
     assert run_dir.name.startswith("CartPole-v1__ppo__7__")
-    *table, starting, end = [line for line in out.splitlines() if "steps/s" not in line]  # a line every 5 seconds
-    args = small_args(ppo, seed=7, gamma=0.5)
-    assert [line[2:].split(maxsplit=1) for line in table] == [
-        [name, str(value)] if str(value) else [name] for name, value in dataclasses.asdict(args).items()
-    ]
-    changed = {line.split()[1] for line in table if line.startswith("*")}
-    assert changed == {"seed", "gamma", *SMALL["ppo"]}
+    starting, end = [line for line in out.splitlines() if "steps/s" not in line]  # a line every 5 seconds
     assert starting == f"starting {run_dir} on cpu"
     assert end == f"128 steps, {progress(run_dir)}, in {run_dir}"
     assert not set("\r\x1b") & set(out)

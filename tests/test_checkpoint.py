@@ -367,19 +367,6 @@ def test_without_cuda_no_gpu_is_touched(monkeypatch):
     ppo.train(longer(run_dir))
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_counts(monkeypatch):
-    """Catches: a crash of the machine after which the new name stands for a file that was never written out."""
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (events.append(os.path.samestat(os.fstat(fd), os.stat(tmp()))), fsync(fd))
-    )
-    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(Path(new).name), replace(old, new)))
-    tmp = lambda: next(Path("runs").glob("*/checkpoint.tmp"))
-    ppo.train(small_args(ppo))
-    assert events[:4] == [True, "checkpoint.pt", True, "best.pt"]
-    assert set(events[::2]) == {True}
-
-
 def test_what_is_kept_goes_on(monkeypatch):
     """Catches: what an edited script keeps that begins anew at a resume; NumPy's numbers, which end the run."""
     log, begin, seen = ppo.Run.log, ppo.Run.begin, []

@@ -122,14 +122,12 @@ def test_training_from_python_leaves_signals_alone(script, monkeypatch):
 
 @pytest.mark.parametrize(("name", "leaves"), [("Worker<AsyncVectorEnv>-0", True), ("SpawnPoolWorker-1", False)])
 def test_only_workers_of_async_envs_leave_the_group(script, monkeypatch, name, leaves):
-    """Catches: a training in a user's own pool that Ctrl-C does not reach, and whose SIGTERM is not the user's."""
-    left, handled = [], []
+    """Catches: a training in a user's own pool that Ctrl-C does not reach."""
+    left = []
     monkeypatch.setattr(script.os, "setpgrp", lambda: left.append(True))
-    monkeypatch.setattr(script.signal, "signal", lambda *given: handled.append(given))
     monkeypatch.setattr(script.multiprocessing.current_process(), "_name", name)
     script.make_envs(small_args(script), 1).close()
     assert bool(left) == leaves
-    assert handled == [(signal.SIGTERM, signal.SIG_DFL)] * leaves
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

@@ -1,13 +1,14 @@
 """--track, offline: the run's own file holds the history and the config; and wandb can never stop a run."""
 
 import json
+import re
+import signal
 import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import wandb
 from conftest import SMALL, flags, read_scalars, small_args
 from faulty_envs import Stop, crash_at, hook_envs
@@ -66,7 +67,8 @@ def test_an_offline_run_holds_everything(launcher):
     assert [step for step, _ in history["eval/videos"]] == [0, 128]
     assert {path.name for path in run_dir.rglob("*.mp4")} == {"step_0.mp4", "step_128.mp4"}
     run = next(record.run for record in records(file) if record.HasField("run"))
-    assert (run.display_name, run.run_group) == (run_dir.name, "CartPole-v1__ppo")
+    assert run.display_name == run_dir.name
+    assert re.fullmatch("CartPole-v1__ppo__[0-9a-f]{8}", run.run_group)
     assert list(run.tags) == ["quick", "try"]
     metrics = [record.metric for record in records(file) if record.HasField("metric")]
     assert any((metric.glob_name, metric.step_metric) == ("*", "global_step") for metric in metrics)
@@ -78,7 +80,6 @@ def test_an_offline_run_holds_everything(launcher):
     assert any(record.HasField("exit") and record.exit.exit_code == 0 for record in records(file))
     # wandb mirrors the folder of the TensorBoard log: its own folder must not lie in there
     assert not [path for path in run_dir.rglob("*") if "wandb" in path.name]
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["kept"]["wandb_id"] in file.name
 
 
 def pretend(monkeypatch, **functions) -> None:
@@ -86,6 +87,7 @@ def pretend(monkeypatch, **functions) -> None:
     run = SimpleNamespace(id="abc", define_metric=lambda *_, **__: None, log_code=lambda _: None)
     for name in ("init", "finish", "log", "Video"):
         monkeypatch.setattr(wandb, name, functions.get(name, lambda *_, **__: None))
+    monkeypatch.setattr(wandb, "run", run)
     init = wandb.init
     monkeypatch.setattr(wandb, "init", lambda **given: init(**given) or run)
 
@@ -119,19 +121,47 @@ def test_a_run_that_fails_is_closed_as_failed(monkeypatch):
 
 
 def test_a_resumed_run_goes_on_in_wandb(monkeypatch):
-    """Catches: a second run in wandb for each resume; another project or team; films that are sent again."""
+    """Catches: a second run in wandb for each pause, or one run that has steps twice since the first was killed;
+    another project or team; films that are sent again."""
     calls, logged = [], []
     pretend(monkeypatch, init=lambda **given: calls.append(given), log=logged.append, Video=Path)
     options = dict(track=True, wandb_project_name="mine", wandb_entity="us", wandb_tags="a b")
     options |= dict(checkpoint_every=2, eval_every=2, eval_episodes=1)
-    run_dir = ppo.train(small_args(ppo, **options))
+    crash_at(monkeypatch, ppo, 3 * SMALL["ppo"]["num_steps"] + 3)  # in the fourth iteration, so the third is not saved
+    with pytest.raises(Stop):
+        ppo.train(small_args(ppo, **options))
+    hook_envs(monkeypatch, ppo, None)
+    (run_dir,) = Path("runs").absolute().iterdir()
+    signals = []
+    monkeypatch.setattr(ppo, "SIGNALS", signals)
+    hook_envs(monkeypatch, ppo, lambda count, _: signals.append(signal.SIGTERM) if count == 3 else None)
+    with pytest.raises(SystemExit):
+        ppo.train(ppo.saved_args(run_dir))
+    signals.clear()
+    hook_envs(monkeypatch, ppo, None)
     assert logged == []  # no films
     ppo.train(ppo.saved_args(run_dir, total_timesteps=192, capture_video=True))
-    assert [(call["id"], call["resume"]) for call in calls] == [(None, "allow"), ("abc", "allow")]
+    assert [(call["id"], call["resume"]) for call in calls] == [(None, "allow"), (None, "allow"), ("abc", "allow")]
     for call in calls:
         assert (call["project"], call["entity"], call["name"]) == ("mine", "us", run_dir.name)
         assert call["tags"] == ["a", "b"]
     assert [(row["global_step"], row["eval/videos"]) for row in logged] == [
-        (step, run_dir / f"videos/step_{step}.mp4") for step in (128, 192)
+        (step, run_dir / f"videos/step_{step}.mp4") for step in (96, 128, 192)
     ]
     assert all(film.exists() for film in (row["eval/videos"] for row in logged))
+
+
+def test_runs_of_one_group_differ_in_their_seeds_alone(monkeypatch):
+    """Catches: a mean over seeds, as wandb draws it for a group, that is one over settings."""
+    groups = []
+    pretend(monkeypatch, init=lambda **given: groups.append(given["group"]))
+    for changes in (
+        {},
+        dict(seed=2, checkpoint_every=1),
+        dict(gamma=0.9),
+        dict(env_kwargs='{"sutton_barto_reward": true}'),
+    ):
+        ppo.train(small_args(ppo, track=True, **changes))
+    first, second, *others = groups
+    assert first == second
+    assert len({first, *others}) == 3

@@ -1,0 +1,89 @@
+"""Envs as users write them, each odd in one way: `odd_envs:Odd-v0` with env_kwargs {"what": the way}."""
+
+import random
+import sys
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from probe_envs import ACTION_SPACES
+
+DRAWS = {  # two numbers from 0 to 1, from a source of randomness that is not env.np_random
+    "numpy": lambda env: np.random.rand(2),
+    "python": lambda env: [random.random(), random.random()],
+    "its observation space": lambda env: env.observation_space.sample(),
+    "its action space": lambda env: [sum(env.action_space.sample() / 2.0**k for k in range(1, 24)), 0.0],
+    "torch": lambda env: torch.rand(2).numpy(),
+}
+INFOS = {
+    "ragged": lambda t: {"path": np.zeros(t + 1)},
+    "mixed": lambda t: {"winner": 1 if t % 2 else "draw"},
+    "a dict at times": lambda t: {"x": {"a": 1} if t % 2 else 3},
+    "episode": lambda t: {"episode": 7, "_episode": True},
+    "final_obs": lambda t: {"final_obs": np.full(2, 9.0)},
+    "numbered": lambda t: {3: 1},
+    "no dict": lambda t: None,
+}
+NUMBERS = {
+    "arrays": lambda x: np.array([x]),
+    "matrices": lambda x: np.array([[x]]),
+    "lists": lambda x: [x],
+    "tensors": lambda x: torch.tensor(float(x), requires_grad=True),
+}
+VECTOR = Box(0, 1, (2,), np.float32)
+PIXELS = Box(0, 255, (2,), np.uint8)
+MISFITS = {  # the space, and what is observed instead
+    "fractions for pixels": (PIXELS, lambda: np.array([0.2, 254.9])),
+    "below 0 for pixels": (PIXELS, lambda: np.array([-1, 1])),
+    "one number for two": (VECTOR, lambda: np.array([0.5], np.float32)),
+    "a number for a vector": (VECTOR, lambda: 0.5),
+    "a row for a vector": (VECTOR, lambda: np.zeros((1, 2), np.float32)),
+    "a fraction for a choice": (Discrete(3), lambda: 1.7),
+    "fractions in a part": (Dict(a=PIXELS, b=VECTOR), lambda: dict(a=np.array([0.5, 1.5]), b=np.zeros(2, np.float32))),
+    "a part less": (Dict(a=VECTOR, b=VECTOR), lambda: dict(a=np.zeros(2, np.float32))),
+}
+
+
+class Odd(gym.Env):
+    """Episodes of 8 steps with a reward of 1 each; a misfit comes from its `since`-th observation on."""
+
+    def __init__(self, what: str, since: int = 0, actions: str = ""):
+        self.what, self.since, self.count = what, since, 0
+        self.observation_space = MISFITS[what][0] if what in MISFITS else Box(0, 1, (2,), np.float32)
+        self.action_space = ACTION_SPACES[actions]()
+
+    def observe(self):
+        self.count += 1
+        if self.what in MISFITS:
+            return MISFITS[self.what][1]() if self.count > self.since else self.observation_space.sample()
+        return np.asarray(DRAWS[self.what](self) if self.what in DRAWS else np.zeros(2), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), INFOS.get(self.what, lambda t: {})(0)
+
+    def step(self, action):
+        self.t += 1
+        if self.what == "sys.exit" and self.count == 20:
+            sys.exit()
+        number = NUMBERS.get(self.what, lambda x: x)
+        info = INFOS.get(self.what, lambda t: {})(self.t)
+        return self.observe(), number(1.0), number(self.t == 8), number(False), info
+
+    def close(self):
+        if self.what == "close":
+            raise OSError("the window is gone")
+
+
+class Learner(Odd):
+    """Computes with torch, on as many threads as torch has."""
+
+    def step(self, action):
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        return super().step(action)
+
+
+gym.register("Odd-v0", entry_point=Odd)
+gym.register("Learner-v0", entry_point=Learner)

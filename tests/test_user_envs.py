@@ -1,0 +1,190 @@
+"""What users' envs do that gymnasium's do not: CheckedEnv, and what becomes of a run whose env fails."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, flags, read_scalars, same_parameters, small_args
+from launcher import wait_until
+from odd_envs import DRAWS, INFOS, MISFITS, NUMBERS
+
+import ppo
+
+ACTIONS = dict(ppo="", ppo_lstm="", ppo_continuous_action="Box", ppo_multidiscrete="MultiDiscrete")
+
+
+def odd_args(script, what: str, *, vectorization="sync", env_id="odd_envs:Odd-v0", since=0, **changes):
+    """Arguments of a small run in an env that is odd in one way."""
+    kwargs = dict(what=what, since=since, actions=ACTIONS[script.__name__])
+    return small_args(script, env_id=env_id, env_kwargs=json.dumps(kwargs), vectorization=vectorization, **changes)
+
+
+def observe(args, seeds: list[int], steps: int = 20) -> np.ndarray:
+    """What envs observe: (steps + 1, N, *O)."""
+    envs = ppo.make_envs(args, len(seeds))
+    seen = [envs.reset(seed=seeds)[0]]
+    seen += [envs.step(np.zeros(len(seeds), int))[0] for _ in range(steps)]
+    envs.close()
+    return np.stack(seen)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("source", DRAWS)
+def test_all_randomness_is_the_seeds(source, vectorization):
+    """Catches: 16 processes with the state of one generator, which play the same levels; a --seed that does not reach
+    numpy's and Python's global generators, torch's, or those of the env's spaces."""
+    if (source, vectorization) == ("torch", "sync"):
+        pytest.skip("that generator is training's own, which the run seeds")
+    args = odd_args(ppo, source, vectorization=vectorization)
+    seen = observe(args, [1, 2, 3])
+    assert np.array_equal(observe(args, [1, 2, 3]), seen)
+    assert not np.array_equal(observe(args, [4, 5, 6]), seen)
+    assert len({tuple(x) for x in seen[0]}) == 3
+    if vectorization == "async" or "space" in source:  # streams of their own
+        assert np.array_equal(observe(args, [3, 2, 1]), seen[:, ::-1])
+        first, second, _ = np.moveaxis(seen, 1, 0)
+        assert not {tuple(x) for x in first[:, :1]} & {tuple(x) for x in second[:, :1]}
+
+
+def test_an_envs_generators_differ():
+    """Catches: env.np_random and the samples of the env's spaces as one stream, since one seed is given to each."""
+    envs = ppo.make_envs(odd_args(ppo, "its observation space"), 1)
+    (first,), _ = envs.reset(seed=[5])
+    (env,) = envs.unwrapped.envs
+    assert first[0] != pytest.approx(np.random.default_rng(5).random(), abs=1e-6)
+    assert env.unwrapped.np_random.random() == np.random.default_rng(5).random()
+    envs.close()
+
+
+@pytest.mark.parametrize("source", ["numpy", "python", "its observation space"])
+def test_a_seed_fixes_training_and_evaluations_change_nothing(source):
+    """Catches: two runs of one seed that differ; an evaluation that moves the streams of training's envs."""
+    runs = [ppo.train(odd_args(ppo, source, checkpoint_every=1, **more)) for more in ({}, dict(eval_every=1))]
+    assert same_parameters(*runs)
+    assert not same_parameters(runs[0], ppo.train(odd_args(ppo, source, seed=2)))
+
+
+def test_the_callers_generators_are_as_before():
+    """Catches: a training in the midst of a user's program that sets what the user draws."""
+    before = np.random.get_state()[1].copy(), random.getstate()
+    ppo.train(odd_args(ppo, "numpy", eval_episodes=1))
+    assert np.array_equal(np.random.get_state()[1], before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("what", [*INFOS, *NUMBERS])
+def test_infos_and_numbers(what, vectorization):
+    """Catches: infos that nobody reads, or a reward that is an array of one number, that end a run in its midst."""
+    run_dir = ppo.train(odd_args(ppo, what, vectorization=vectorization))
+    assert read_scalars(run_dir)["charts/mean_return_100"][-1][1] == 8
+    assert ppo.load_checkpoint(run_dir / "checkpoint.pt")["kept"]["recent"][-1] == (8.0, 8)
+
+
+def test_every_script_takes_them(script):
+    """Catches: a script that makes its envs in another way."""
+    for what in ("ragged", "tensors"):
+        run_dir = script.train(odd_args(script, what))
+        assert read_scalars(run_dir)["charts/mean_return_100"][-1][1] == 8
+
+
+@pytest.mark.parametrize("since", [0, 1], ids=["reset", "step"])
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("what", MISFITS)
+@pytest.mark.filterwarnings("ignore")
+def test_observations_that_do_not_fit(what, vectorization, since):
+    """Catches: 254.9 seen as 254, -1 as 255, one number in the place of four, for async envs cast whatever comes."""
+    args = odd_args(ppo, what, vectorization=vectorization, since=since)
+    space, misfit = MISFITS[what]
+    with pytest.raises(ppo.UserError) as refused:
+        observe(args, [1, 2], steps=1)
+    sentence = str(refused.value)
+    assert sentence.startswith("Odd-v0 gave an observation of ")
+    assert str(space) in sentence
+    if not isinstance(misfit(), dict):
+        assert f"shape {np.shape(misfit())} and dtype {np.asarray(misfit()).dtype}" in sentence
+
+
+def test_every_script_refuses_them(script):
+    """Catches: a script that takes what does not fit."""
+    with pytest.raises(script.UserError, match="Odd-v0 gave an observation of shape"):
+        script.train(odd_args(script, "a row for a vector"))
+
+
+def test_a_misfit_on_the_command_line(launcher):
+    """Catches: a traceback where a sentence would do, and success."""
+    options = SMALL["ppo"] | dict(env_id="odd_envs:Odd-v0", env_kwargs='{"what": "one number for two"}')
+    result = launcher.run("ppo", *flags(**options))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "shape (1,) and dtype float32, not of Box(0.0, 1.0, (2,), float32)" in result.stderr
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_env_that_exits(launcher, vectorization):
+    """Catches: a run that ends in the midst, in silence and with exit code 0, since pygame's window was closed."""
+    options = dict(env_id="odd_envs:Odd-v0", env_kwargs='{"what": "sys.exit"}', vectorization=vectorization)
+    result = launcher.run("ppo", *flags(**SMALL["ppo"] | options))
+    assert result.returncode == 1
+    (run_dir,) = Path("runs").absolute().iterdir()
+    why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
+    assert f"{why}; the checkpoint in {run_dir} is good" in result.stderr
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 0
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_env_whose_close_fails(vectorization, capfd):
+    """Catches: an evaluation, or the end of a run, that fails for an env has no window to close any more."""
+    run_dir = ppo.train(odd_args(ppo, "close", vectorization=vectorization, eval_episodes=1))
+    assert read_scalars(run_dir)["eval/episodic_return"] == [(128, 8.0)]
+
+
+def start_async(launcher, **changes):
+    """A run that has begun to train in processes of two envs, and their numbers."""
+    options = SMALL["ppo"] | dict(vectorization="async", total_timesteps=10**9, checkpoint_every=1) | changes
+    process = launcher.start("ppo", *flags(**options))
+    load = lambda path: torch.load(path, weights_only=True)["iteration"]
+    wait_until(lambda: any(load(path) for path in Path().glob("runs/*/ch*.pt")) or not process.running())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2, process.stderr
+    return process, [int(child) for child in children]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_each_process_of_the_job(launcher, signum):
+    """Catches: envs that die of it first, as with SLURM's scancel, and take the iteration along."""
+    process, workers = start_async(launcher)
+    for pid in (*workers, process.pid):
+        os.kill(pid, signum)
+    assert process.wait() == 128 + signum, process.stderr
+    assert process.stderr.strip() == "stopping after this iteration; Ctrl-C again stops at once"
+    assert "to go on: python" in process.stdout
+
+
+def test_an_env_that_is_killed(launcher):
+    """Catches: an EOFError that tells nobody that the memory was too small, or a main process that waits for ever."""
+    process, workers = start_async(launcher)
+    os.kill(workers[0], signal.SIGKILL)
+    (run_dir,) = Path("runs").absolute().iterdir()
+    told = f"want of memory; the checkpoint in {run_dir} is good"
+    wait_until(lambda: told in process.stderr or not process.running())
+    assert told in process.stderr
+    os.kill(workers[1], signal.SIGALRM)  # which it set itself, so that it ends within 30 seconds
+    assert process.wait() == 1
+
+
+def test_torch_in_an_envs_process(launcher):
+    """Catches: a fork of a process whose torch has run threads: the child waits for them for ever."""
+    options = dict(env_id="odd_envs:Learner-v0", env_kwargs='{"what": "nothing"}', vectorization="async")
+    options |= dict(
+        torch_threads=2, checkpoint_every=1, eval_every=1, eval_episodes=1, num_steps=64, total_timesteps=512
+    )
+    process = launcher.start("ppo", *flags(**SMALL["ppo"] | options))
+    wait_until(lambda: "128 steps, mean return" in process.stdout or not process.running())
+    process.wait()
+    assert "128 steps, mean return 8.0" in process.stdout, process.stderr
