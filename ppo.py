@@ -123,9 +123,11 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)):
+    fits = isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)
+    if not fits or any(envs.call("has_wrapper_attr", "action_masks")):  # those are for ppo_multidiscrete.py
         envs.close()
-        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not vectors and Discrete actions")
+        spaces = "vectors and Discrete actions without action_masks()"
+        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}: see ppo_multidiscrete.py")
     return RecordEpisodeStatistics(envs)
 
 
@@ -389,7 +391,7 @@ RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and e
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
-    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's share, or "max"
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
 BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
@@ -462,7 +464,7 @@ def saved_args(run: Path | str, **changes) -> Args:
 
 
 class CheckedEnv(gym.Wrapper):
-    """A user's env: its seed fixes all its randomness; it gives copies and numbers, and no infos."""
+    """A user's env: its seed fixes all its randomness; it gives copies, numbers, and no infos."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -517,7 +519,7 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
-        args.__post_init__()  # again: arguments may have been set since, and the processes are known
+        args.__post_init__()  # again: they may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
@@ -685,7 +687,7 @@ class Run(contextlib.ExitStack):
 
 
 def main() -> None:
-    """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
+    """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note_signal)
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be

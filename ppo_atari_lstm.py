@@ -162,7 +162,11 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     if spec.entry_point != "ale_py.env:AtariEnv" or not isinstance(spec.kwargs["frameskip"], int):
         raise UserError(f"{args.env_id} is not an Atari game with a fixed frame skip, like BreakoutNoFrameskip-v4")
     frame_skip = spec.kwargs["frameskip"] if spec.kwargs["frameskip"] > 1 else 4
-    kwargs = spec.kwargs | dict(frameskip=frame_skip) | json.loads(args.env_kwargs)
+    options = json.loads(args.env_kwargs)
+    known = {"frameskip", "full_action_space", "max_num_frames_per_episode", "repeat_action_probability"}
+    if options.keys() - known:
+        raise UserError(f"--env-kwargs of a game may be {', '.join(sorted(known))}, not {min(options.keys() - known)}")
+    kwargs = spec.kwargs | dict(frameskip=frame_skip) | options
 
     def make_rendered_env() -> gym.Env:
         env = gym.make(args.env_id, **kwargs | dict(frameskip=1, render_mode="rgb_array", disable_env_checker=True))
@@ -542,7 +546,7 @@ RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and e
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
-    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's share, or "max"
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
 BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
@@ -615,7 +619,7 @@ def saved_args(run: Path | str, **changes) -> Args:
 
 
 class CheckedEnv(gym.Wrapper):
-    """A user's env: its seed fixes all its randomness; it gives copies and numbers, and no infos."""
+    """A user's env: its seed fixes all its randomness; it gives copies, numbers, and no infos."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -670,7 +674,7 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
-        args.__post_init__()  # again: arguments may have been set since, and the processes are known
+        args.__post_init__()  # again: they may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
@@ -838,7 +842,7 @@ class Run(contextlib.ExitStack):
 
 
 def main() -> None:
-    """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
+    """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note_signal)
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be

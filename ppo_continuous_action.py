@@ -123,6 +123,9 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     def adapt(env: gym.Env) -> gym.Env:
         env = CheckedEnv(env)
         if isinstance(env.action_space, Box):
+            bounds = np.array([env.action_space.low, env.action_space.high])
+            if bounds.dtype.kind == "f" and np.isfinite(bounds).all() and (np.abs(bounds) != 1).any():
+                env = gym.wrappers.RescaleAction(env, -1.0, 1.0)  # the first policy is about 0, with a std of about 1
             env = gym.wrappers.ClipAction(env)  # the env gets the clipped action, the loss the sampled one [cont 5]
             env.action_space = env.env.action_space  # ClipAction's own has no bounds
         if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
@@ -462,7 +465,7 @@ RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and e
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
-    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's share, or "max"
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
 BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
@@ -535,7 +538,7 @@ def saved_args(run: Path | str, **changes) -> Args:
 
 
 class CheckedEnv(gym.Wrapper):
-    """A user's env: its seed fixes all its randomness; it gives copies and numbers, and no infos."""
+    """A user's env: its seed fixes all its randomness; it gives copies, numbers, and no infos."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -590,7 +593,7 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
-        args.__post_init__()  # again: arguments may have been set since, and the processes are known
+        args.__post_init__()  # again: they may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
@@ -758,7 +761,7 @@ class Run(contextlib.ExitStack):
 
 
 def main() -> None:
-    """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
+    """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note_signal)
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be

@@ -1,4 +1,4 @@
-"""Train a PPO agent on MultiDiscrete actions, of which some may be invalid: MicroRTS, or any env with such actions.
+"""Train a PPO agent on MultiDiscrete or Discrete actions, of which some may be invalid: MicroRTS, or any such env.
 
 Train:     python ppo_multidiscrete.py --env-id MicrortsMining-v4 --seed 1
 Resume:    python ppo_multidiscrete.py --resume runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
@@ -48,7 +48,7 @@ import imageio.v2 as imageio
 import numpy as np
 import torch
 import tyro
-from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
@@ -135,6 +135,9 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
 
     def adapt(env: gym.Env) -> gym.Env:
         env = CheckedEnv(env)
+        if isinstance(env.action_space, Discrete):
+            space, first = MultiDiscrete([env.action_space.n]), env.action_space.start
+            env = gym.wrappers.TransformAction(env, lambda action: action[0] + first, space)
         if isinstance(env.action_space, MultiDiscrete) and (start := env.action_space.start).any():  # we count from 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, MultiDiscrete(env.action_space.nvec))
         return env
@@ -148,17 +151,27 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)
     if not (is_known and isinstance(action_space, MultiDiscrete)):
         envs.close()
-        raise UserError(
-            f"{args.env_id} has {obs_space} and {action_space}, not vectors or grids and MultiDiscrete actions"
-        )
+        spaces = "vectors or grids and MultiDiscrete or Discrete actions"
+        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
     envs_tell = all(envs.call("has_wrapper_attr", "action_masks"))
     if args.mask_actions and not envs_tell:
         envs.close()
         raise UserError(f"{args.env_id} has no method action_masks(): leave --mask-actions out")
     if envs_tell and args.mask_actions is not False:
         envs.mask_actions = True
-        envs.get_masks = lambda units: np.stack(envs.call("action_masks"))
+        envs.get_masks = lambda units: check_masks(envs.call("action_masks"), action_space.nvec.flatten())
     return RecordEpisodeStatistics(envs)
+
+
+def check_masks(masks: tuple, nvec: np.ndarray) -> np.ndarray:
+    """Return the envs' masks as an array (N, L) bool; raises UserError if one is none, or leaves nothing to choose."""
+    for mask in masks:
+        array = np.asarray(mask, object if isinstance(mask, (list, tuple)) else None)
+        is_mask = array.shape == (nvec.sum(),) and np.isin(array, (0, 1)).all()
+        if not is_mask or not np.logical_or.reduceat(array, nvec.cumsum() - nvec).all():
+            rule = f"action_masks() must give {nvec.sum()} booleans"
+            raise UserError(f"{rule}, with a valid choice for each component, not {mask}")
+    return np.stack(masks).astype(bool)
 
 
 def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
@@ -739,7 +752,7 @@ RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and e
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
-    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's share, or "max"
+    quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
 BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
@@ -812,7 +825,7 @@ def saved_args(run: Path | str, **changes) -> Args:
 
 
 class CheckedEnv(gym.Wrapper):
-    """A user's env: its seed fixes all its randomness; it gives copies and numbers, and no infos."""
+    """A user's env: its seed fixes all its randomness; it gives copies, numbers, and no infos."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -867,7 +880,7 @@ class Run(contextlib.ExitStack):
 
     def __init__(self, args: Args):
         super().__init__()
-        args.__post_init__()  # again: arguments may have been set since, and the processes are known
+        args.__post_init__()  # again: they may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
@@ -1035,7 +1048,7 @@ class Run(contextlib.ExitStack):
 
 
 def main() -> None:
-    """Do what the command line says, on top of the arguments of the run to resume or to evaluate."""
+    """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note_signal)
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be

@@ -158,6 +158,29 @@ def test_recorded_games_take_what_games_take(atari_script):
     assert abs(ends[0] - ends[1]) <= 8  # no-ops are frames, too
 
 
+@pytest.mark.parametrize("name", ["episodic_life", "life_loss_info", "mode", "difficulty", "continuous", "x"])
+def test_arguments_that_a_game_cannot_have(atari_script, name):
+    """Catches: lives logged and evaluated as games, a mode that is ignored, a traceback."""
+    args = small_args(atari_script, env_kwargs=f'{{"{name}": 1}}')
+    for render in (False, True):
+        with pytest.raises(atari_script.UserError, match=rf"^--env-kwargs of a game may be frameskip, .*, not {name}$"):
+            atari_script.make_envs(args, 1, render)
+
+
+@pytest.mark.parametrize("atari_script", ["ppo_atari"], indirect=True)
+def test_all_actions_and_sticky_ones(atari_script):
+    """Catches: an argument that is taken and has no effect, in training or in a film."""
+    args = small_args(atari_script, env_kwargs='{"full_action_space": true, "repeat_action_probability": 1.0}')
+    for render in (False, True):
+        with contextlib.closing(atari_script.make_envs(args, 1, render)) as envs:
+            assert envs.single_action_space.n == 18
+            seen = []
+            for action in (2, 3):  # up, right; but the first action, none, is repeated for ever
+                envs.reset(seed=[1])
+                seen.append([envs.step(np.array([action]))[0] for _ in range(20)][-1])
+            assert np.array_equal(*seen)
+
+
 class Lives(gym.vector.VectorEnv):
     """A game that has `first` lives, then what `steps` says: how many, whether terminated, whether truncated."""
 

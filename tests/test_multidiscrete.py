@@ -1,6 +1,7 @@
 """MultiDiscrete actions and their masks: against the joint distribution written out, choice by choice."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_scalars, same_parameters, small_args
-from gymnasium.spaces import Box, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
+import ppo
 import ppo_multidiscrete as script
 
 NVEC = [4, 3, 2]
@@ -197,7 +199,7 @@ def test_a_grid_of_another_shape_is_learnt():
 def test_grids_that_are_too_small_and_masks_that_nobody_tells_are_refused():
     """Catches: an error from the depth of a convolution, and a flag that is ignored."""
     with pytest.raises(
-        script.UserError, match=r"GridTooSmall-v0 has .*, not vectors or grids and MultiDiscrete actions"
+        script.UserError, match=r"GridTooSmall-v0 has .*, not vectors or grids and MultiDiscrete or Discrete actions"
     ):
         script.make_envs(script.Args(env_id="GridTooSmall-v0"), 2)
     with pytest.raises(script.UserError, match="--mask-actions"):
@@ -285,3 +287,71 @@ def test_an_env_that_changes_its_action_changes_nothing():
     """Catches: actions that an env changed in place and that are learnt from as if they had been sampled."""
     ours, theirs = (script.train(small_args(script, env_id=env_id)) for env_id in ("Meddler-v0", "Reader-v0"))
     assert same_parameters(ours, theirs)
+
+
+class OddMasks(gym.Env):
+    """A choice of three, then of two; in episodes of 4 steps the first choice is the reward. Its masks are `masks`."""
+
+    def __init__(self, masks, discrete: bool = False, start: int = 0):
+        self.masks, self.start, self.render_mode = masks, start, None
+        self.observation_space = Box(0, 1, (3,), np.float32)
+        self.action_space = Discrete(3, start=start) if discrete else MultiDiscrete([3, 2])
+
+    def action_masks(self):
+        return self.masks
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        assert action in self.action_space, action
+        self.t += 1
+        return np.zeros(3, np.float32), float(np.ravel(action)[0] - self.start), self.t == 4, False, {}
+
+
+gym.register("OddMasks-v0", entry_point=OddMasks)
+ODD_MASKS = {
+    "nothing to choose first": [False, False, False, True, True],
+    "nothing to choose last": [True, True, True, False, False],
+    "a mask too short": [True, True, True],
+    "one for all": [True],
+    "a number": True,
+    "to be added": [0, -1e9, 0, 0, 0],
+    "a list a component": [[True, True, True], [True, True]],
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("masks", ODD_MASKS.values(), ids=ODD_MASKS)
+def test_masks_that_are_none(masks):
+    """Catches: choice 0 taken where none is valid; one mask broadcast over all choices; -1e9 taken for valid."""
+    args = small_args(script, env_id="OddMasks-v0", env_kwargs=json.dumps(dict(masks=masks)))
+    with pytest.raises(script.UserError, match=r"action_masks\(\) must give 5 booleans, with a valid choice for each"):
+        script.train(args)
+
+
+@pytest.mark.parametrize("masks", [[0, 1, 0, 1, 1], [0.0, 1.0, 0.0, 1.0, 1.0], [False, True, False, True, True]])
+def test_masks_of_numbers(masks):
+    """Catches: a mask of zeros and ones refused, as gymnasium's own spaces want it."""
+    run_dir = script.train(small_args(script, env_id="OddMasks-v0", env_kwargs=json.dumps(dict(masks=masks))))
+    assert {value for _, value in read_scalars(run_dir)["charts/episodic_return"]} == {4.0}
+
+
+@pytest.mark.parametrize("start", [0, -5])
+def test_one_discrete_choice(start):
+    """Catches: masks of Discrete actions, which sb3-contrib has users for, that no script takes; a start lost."""
+    kwargs = json.dumps(dict(masks=[False, True, False], discrete=True, start=start))
+    run_dir = script.train(small_args(script, env_id="OddMasks-v0", env_kwargs=kwargs, eval_episodes=2))
+    scalars = read_scalars(run_dir)
+    assert {value for _, value in scalars["charts/episodic_return"]} == {4.0}
+    assert scalars["eval/episodic_return"] == [(128, 4.0)]
+    with pytest.raises(ppo.UserError, match=r"not vectors and Discrete actions without action_masks"):
+        ppo.train(small_args(ppo, env_id="OddMasks-v0", env_kwargs=kwargs))
+
+
+def test_discrete_without_masks():
+    """Catches: an env of ppo.py that learns less as one component."""
+    run_dir = script.train(small_args(script, env_id="CartPole-v1", total_timesteps=20_000, num_envs=4, num_steps=128))
+    assert read_scalars(run_dir)["charts/mean_return_100"][-1][1] > 40  # 22 at random

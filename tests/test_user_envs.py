@@ -181,10 +181,7 @@ def test_an_env_that_is_killed(launcher):
 def test_torch_in_an_envs_process(launcher):
     """Catches: a fork of a process whose torch has run threads: the child waits for them for ever."""
     options = dict(env_id="odd_envs:Learner-v0", env_kwargs='{"what": "nothing"}', vectorization="async")
-    options |= dict(
-        torch_threads=2, checkpoint_every=1, eval_every=1, eval_episodes=1, num_steps=64, total_timesteps=512
-    )
+    options |= dict(torch_threads=2, checkpoint_every=1, eval_every=1, eval_episodes=1, total_timesteps=64)
     process = launcher.start("ppo", *flags(**SMALL["ppo"] | options))
-    wait_until(lambda: "128 steps, mean return" in process.stdout or not process.running())
-    process.wait()
-    assert "128 steps, mean return 8.0" in process.stdout, process.stderr
+    assert process.wait() == 0, process.stderr
+    assert process.stdout.splitlines()[-1].startswith("64 steps, mean return 8.0")
