@@ -81,7 +81,7 @@ class Learner(Odd):
     """Computes with torch, on as many threads as torch has."""
 
     def step(self, action):
-        torch.ones(256, 256) @ torch.ones(256, 256)
+        torch.ones(512, 512) @ torch.ones(512, 512)
         return super().step(action)
 
 

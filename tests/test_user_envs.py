@@ -1,15 +1,18 @@
 """What users' envs do that gymnasium's do not: CheckedEnv, and what becomes of a run whose env fails."""
 
+import contextlib
 import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, flags, read_scalars, same_parameters, small_args
+from conftest import ROOT, SMALL, flags, read_scalars, same_parameters, small_args
 from launcher import wait_until
 from odd_envs import DRAWS, INFOS, MISFITS, NUMBERS
 
@@ -178,10 +181,17 @@ def test_an_env_that_is_killed(launcher):
     assert process.wait() == 1
 
 
-def test_torch_in_an_envs_process(launcher):
+def test_torch_in_an_envs_process():
     """Catches: a fork of a process whose torch has run threads: the child waits for them for ever."""
     options = dict(env_id="odd_envs:Learner-v0", env_kwargs='{"what": "nothing"}', vectorization="async")
-    options |= dict(torch_threads=2, checkpoint_every=1, eval_every=1, eval_episodes=1, total_timesteps=64)
-    process = launcher.start("ppo", *flags(**SMALL["ppo"] | options))
-    assert process.wait() == 0, process.stderr
-    assert process.stdout.splitlines()[-1].startswith("64 steps, mean return 8.0")
+    options |= dict(torch_threads=2, checkpoint_every=1, eval_every=1, eval_episodes=1)
+    options |= dict(num_envs=2, num_steps=64, total_timesteps=128)
+    command = [sys.executable, ROOT / "ppo.py", *flags(**options)]
+    with open("output", "w") as output:  # not a pipe, which a process that hangs would keep open
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        assert process.wait(timeout=100) == 0, Path("output").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert Path("output").read_text().splitlines()[-1].startswith("128 steps, mean return 8.0")
