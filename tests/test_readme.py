@@ -56,7 +56,7 @@ DETAILS = {
     "aux 3": "early stop by KL",
     "aux 4": "invalid action masks",
 }
-OTHERS = {"no-index", "logdir", "shutdown-timeout", "max-restarts"}  # flags of other programs; those in docs/howto.md are run
+OTHERS = {"no-index", "logdir", "shutdown-timeout", "max-restarts"}  # other programs'; those in howto.md are run
 HOMES = {
     "core": "ppo.py",
     "aux": "ppo.py",
