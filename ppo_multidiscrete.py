@@ -927,7 +927,7 @@ class Run(contextlib.ExitStack):
             if self.args.track:
                 self.start_wandb()  # it listens to the writer made next
             self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
-            plain = {name: x if type(x) in (bool, int, float, str) else str(x) for name, x in asdict(self.args).items()}
+            plain = {name: x if type(x) in (int, float, str) else str(x) for name, x in asdict(self.args).items()}
             for summary in torch.utils.tensorboard.summary.hparams(plain, {"charts/mean_return_100": 0.0}):
                 self.writer.file_writer.add_summary(summary)
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
@@ -1062,7 +1062,7 @@ def main() -> None:
         sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # noqa: SIM115
         backend = None if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo"  # else nccl
         dist.init_process_group(backend, timeout=timedelta(days=1))  # as long as 0 may evaluate
-        atexit.register(dist.destroy_process_group)  # else its threads may abort at the end
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # else its threads may abort
     if not args.evaluate:
         train(args)
     elif RANK == 0:

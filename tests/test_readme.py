@@ -167,3 +167,10 @@ if __name__ == "__main__":
     text = page.read_text()
     head, tail = text.split(start)[0], text.split(end)[1]
     page.write_text(head + start + table() + end + tail)
+
+
+def test_each_file_of_tests_is_in_the_page_on_them():
+    """Catches: a file of tests that one finds by chance only."""
+    text = (ROOT / "tests" / "README.md").read_text()
+    there = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert set(re.findall(r"\]\((test_\w+\.py)\)", text)) == there
