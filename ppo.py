@@ -536,7 +536,7 @@ class Run(contextlib.ExitStack):
 
     def __exit__(self, kind, error, trace) -> None:
         """Close everything, and say how the run ended."""
-        with contextlib.suppress(EOFError, OSError):  # of envs whose processes have died
+        with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError)):
             why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
