@@ -124,10 +124,10 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fits = isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)
-    if not fits or any(envs.call("has_wrapper_attr", "action_masks")):  # those are for ppo_multidiscrete.py
+    if not fits or any(envs.call("has_wrapper_attr", "action_masks")):
         envs.close()
-        spaces = "vectors and Discrete actions without action_masks()"
-        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}: see ppo_multidiscrete.py")
+        spaces = "vectors and Discrete actions (those with action_masks() are for ppo_multidiscrete.py)"
+        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
     return RecordEpisodeStatistics(envs)
 
 
