@@ -287,7 +287,7 @@ def train(args: Args) -> Path:
                 if (cut := truncations[step]).any():
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_episodes(truncations[step], infos)
-            run.require_finite(obs, next_obs, rewards)  # a tanh or a clip could hide an infinity
+            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # a tanh or a clip could hide an infinity
             with torch.no_grad():  # of all steps at once, which is faster
                 _, logprobs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
             logprobs, values = logprobs.view(T, N), values.view(T, N)
@@ -383,6 +383,7 @@ from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, as torch does, its defaults would keep the process group to the end
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
@@ -604,13 +605,15 @@ class Run(contextlib.ExitStack):
         """Note the returns and lengths of the episodes that a step ended."""
         if "episode" in infos:
             self.episodes += zip(*(infos["episode"][name][infos["_episode"]].tolist() for name in "rl"))
-            self.require_finite(*infos["final_obs"][truncations])
+            for env in np.flatnonzero(truncations):
+                self.require_finite(**{f"final_obs[{env}]": infos["final_obs"][env]})
 
-    def require_finite(self, *numbers: Tensor | np.ndarray | float) -> None:
-        """Stop the run before NaN or infinity is learnt from, logged or saved."""
-        for x in map(torch.as_tensor, numbers):
-            if x.is_floating_point() and not math.isfinite(x.sum(dtype=torch.float64)):
-                why = f"an observation, a reward or the gradient is not finite after step {self.global_step}"
+    def require_finite(self, **numbers: Tensor | np.ndarray | float) -> None:
+        """Stop the run before NaN or infinity is learnt from, logged or saved; say where it is, [step, env, ...]."""
+        for name, x in numbers.items():
+            x = torch.as_tensor(x)
+            if x.is_floating_point() and len(bad := torch.nonzero(~x.isfinite())):
+                why = f"{name}{bad[0].tolist() or ''} is not finite after step {self.global_step}"
                 raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
@@ -628,7 +631,8 @@ class Run(contextlib.ExitStack):
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])
         means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
-        self.require_finite(scalars["losses/grad_norm"])
+        for minibatch in stats if not math.isfinite(scalars["losses/grad_norm"]) else ():
+            self.require_finite(**minibatch)
         self.iteration += 1
         self.global_step += self.args.batch_size
         if episodes := gather(self.episodes):

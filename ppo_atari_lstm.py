@@ -439,7 +439,7 @@ def train(args: Args) -> Path:
                     final_values[step, cut] = get_value(final_obs, next_state[cut], values.new_zeros(len(final_obs)))
                 next_starts = torch.as_tensor(terminations[step] | truncations[step]).float()
                 run.note_episodes(truncations[step], infos)
-            run.require_finite(obs, next_obs, rewards)  # a tanh or a clip could hide an infinity
+            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # a tanh or a clip could hide an infinity
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -538,6 +538,7 @@ from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, as torch does, its defaults would keep the process group to the end
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
@@ -759,13 +760,15 @@ class Run(contextlib.ExitStack):
         """Note the returns and lengths of the episodes that a step ended."""
         if "episode" in infos:
             self.episodes += zip(*(infos["episode"][name][infos["_episode"]].tolist() for name in "rl"))
-            self.require_finite(*infos["final_obs"][truncations])
+            for env in np.flatnonzero(truncations):
+                self.require_finite(**{f"final_obs[{env}]": infos["final_obs"][env]})
 
-    def require_finite(self, *numbers: Tensor | np.ndarray | float) -> None:
-        """Stop the run before NaN or infinity is learnt from, logged or saved."""
-        for x in map(torch.as_tensor, numbers):
-            if x.is_floating_point() and not math.isfinite(x.sum(dtype=torch.float64)):
-                why = f"an observation, a reward or the gradient is not finite after step {self.global_step}"
+    def require_finite(self, **numbers: Tensor | np.ndarray | float) -> None:
+        """Stop the run before NaN or infinity is learnt from, logged or saved; say where it is, [step, env, ...]."""
+        for name, x in numbers.items():
+            x = torch.as_tensor(x)
+            if x.is_floating_point() and len(bad := torch.nonzero(~x.isfinite())):
+                why = f"{name}{bad[0].tolist() or ''} is not finite after step {self.global_step}"
                 raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
@@ -783,7 +786,8 @@ class Run(contextlib.ExitStack):
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])
         means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
-        self.require_finite(scalars["losses/grad_norm"])
+        for minibatch in stats if not math.isfinite(scalars["losses/grad_norm"]) else ():
+            self.require_finite(**minibatch)
         self.iteration += 1
         self.global_step += self.args.batch_size
         if episodes := gather(self.episodes):

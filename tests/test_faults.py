@@ -30,10 +30,10 @@ def assert_finite(tensors) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in tensors)
 
 
-def assert_told(error: FloatingPointError, step: int) -> None:
-    """The error names the last step that is logged, and the folder of the checkpoint to go back to."""
+def assert_told(error: FloatingPointError, what: str, step: int) -> None:
+    """The error says which number it is, names the last step that is logged, and the folder of the checkpoint."""
     (run_dir,) = Path("runs").absolute().iterdir()
-    assert re.search(rf"\bnot finite after step {step}\b", str(error))
+    assert re.match(rf"{what} is not finite after step {step}\b", str(error))
     assert f"the checkpoint in {run_dir} is good" in str(error)
 
 
@@ -49,7 +49,7 @@ def test_a_reward_that_is_no_number(script, monkeypatch, agents, value):
     hook_envs(monkeypatch, script, spoil)
     with pytest.raises(FloatingPointError) as error:
         script.train(args)
-    assert_told(error.value, 2 * args.batch_size)
+    assert_told(error.value, r"rewards\[0, 0\]", 2 * args.batch_size)
     (run_dir,) = Path("runs").iterdir()
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 2
     assert_finite(parameters(run_dir).values())
@@ -76,7 +76,7 @@ def test_a_gradient_that_is_no_number(script, monkeypatch, value):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoil)
     with pytest.raises(FloatingPointError) as error:
         script.train(args)
-    assert_told(error.value, args.batch_size)
+    assert_told(error.value, "grad_norm", args.batch_size)
     assert len(calls) <= 2 * minibatches
     (run_dir,) = Path("runs").iterdir()
     assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 1

@@ -101,10 +101,22 @@ def test_processes_evaluate_once():
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 1
 
 
+WATCHED = f"""
+import atexit, runpy, sys
+from pathlib import Path
+
+names = lambda: [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+atexit.register(lambda: sys.stderr.write(f"threads at the end: {{names()}}\\n"))  # called last
+sys.argv[0] = {str(ROOT / "ppo.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_torchrun():
     """Catches: a command line that works alone only; two processes that write and speak at once; a Ctrl-C that loses
-    the run, or is not told to all."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "ppo.py")]
+    the run, or is not told to all; the process group's threads that outlive it, and abort one in thirty processes."""
+    Path("watched.py").write_text(WATCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "watched.py"]
     command += flags(checkpoint_every=1, eval_every=1, eval_episodes=1)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         load = lambda path: torch.load(path, weights_only=True)
@@ -112,6 +124,7 @@ def test_torchrun():
         wait_until(lambda: trained() or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
+    assert len(re.findall(r"^threads at the end: (?!.*gloo)", errors, re.MULTILINE)) == 2, errors
     (run_dir,) = Path("runs").absolute().iterdir()
     assert len(re.findall(r"^starting .* on cpu$", output, re.MULTILINE)) == 1, errors
     pattern = rf"^stopped by signal 2; to go on: .*ppo\.py --resume {re.escape(str(run_dir))}$"
