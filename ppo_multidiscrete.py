@@ -609,7 +609,7 @@ class MicroRTSVectorEnv(gym.vector.VectorEnv):
         """Note in self.unit_mask (N, H*W) bool the cells whose unit can act now."""
         if not self.mask_actions:
             return
-        if self.v1:  # as in 0.3.2: here a unit that has its action, but waits for the others, still counts
+        if self.frame_skip or (self.v1 and not self.exact_masks):  # in 0.3.2's v1 a unit that waits counts too
             masks = [client.getUnitMasks(player) for client, player in zip(self.clients, self.players)]
             for i in range(self.num_envs) if self.frame_skip else ():
                 self.clients[i].ai1UnitMasks = masks[i]  # gameStep leaves it stale, getUnitActionMasks reads it
