@@ -1,0 +1,201 @@
+"""Search for settings of a script that are good on all of several envs, with Optuna.
+
+Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2
+       python benchmark/tune.py mujoco --best 3 --seeds 1002 1003   (the best so far, on further seeds)
+
+A trial trains its settings on each env of the search, one after the other. Seeds are 1001 and up, which no reported
+figure uses. An env's score is the mean return of the last 100 training episodes over the env's goal in SEARCHES; the
+trial's value is the mean of the scores' mean and their minimum, so that no env is given up for another. A run that is
+below the median of the earlier trials' at the same step of the same env ends its trial.
+
+benchmark/results/tune__SEARCH.csv has a row per run: the settings, the seed, the mean return at each tenth of the run.
+It is all that the search knows: the same command goes on from it. A run that was cut short is resumed in --work-dir.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import optuna
+from learning_curves import RESULTS, ROOT, file_name, is_complete, last_returns, read
+
+COLUMNS = ["env_id", "seed", "global_step", "mean_return", "tenths", "settings"]
+FIRST_SEED = 1001
+
+
+@dataclass
+class Search:
+    """A script, the return of each env that is a score of 1, the values to choose from, and settings to begin with.
+
+    Settings are arguments of the script. What they do not name is as `fixed` says, else the script's default.
+    """
+
+    script: str
+    goals: dict[str, float]
+    space: dict[str, list]
+    begin: list[dict] = field(default_factory=list)
+    fixed: dict = field(default_factory=dict)
+    total_timesteps: int = 1_000_000
+
+
+SEARCHES = {
+    "mujoco": Search(
+        script="ppo_continuous_action.py",
+        goals={"Hopper-v5": 2900, "HalfCheetah-v5": 5800, "Walker2d-v5": 4100, "Ant-v5": 3300},
+        space=dict(
+            num_envs=[1, 8, 16, 64],
+            batch_size=[2048],
+            num_minibatches=[8, 16, 32],
+            update_epochs=[5, 10, 20],
+            learning_rate=[1e-4, 2e-4, 3e-4, 5e-4, 1e-3],
+            gamma=[0.98, 0.99, 0.995],
+            gae_lambda=[0.9, 0.95, 0.98],
+            clip_coef=[0.1, 0.2, 0.3],
+            vf_coef=[0.25, 0.5, 1.0],
+            norm_adv=[True, False],
+            log_std_init=[-1.0, -0.5, 0.0],
+        ),
+        fixed=dict(clip_vloss=False),
+    )
+}
+
+
+def to_flags(settings: dict) -> list[str]:
+    """Settings as flags of a script; batch_size stands for num_steps."""
+    settings = dict(settings)
+    if "batch_size" in settings:
+        settings["num_steps"] = settings.pop("batch_size") // settings["num_envs"]
+    flags = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
+
+
+class Tuner:
+    """A search that goes on from what its CSV holds."""
+
+    def __init__(self, search: str, work_dir: Path):
+        self.search, self.work_dir = SEARCHES[search], work_dir.resolve()
+        self.path, self.lock = RESULTS / f"tune__{search}.csv", threading.Lock()
+        self.rows = {(row["settings"], row["env_id"], row["seed"]): row for row in read(self.path)}
+
+    def settings(self) -> list[dict]:
+        """What was tried, in the order of the first runs."""
+        return [json.loads(text) for text in dict.fromkeys(text for text, _, _ in self.rows)]
+
+    def run(self, settings: dict, env_id: str, seed: int, go_on: Callable[[int, float], bool]) -> bool:
+        """Add a run's row, unless it is there; whether it was run to its end.
+
+        go_on is called with each tenth of the run's steps, 1 to 10, and the mean return there; False ends the run.
+        """
+        key = json.dumps(settings), env_id, str(seed)
+        total, exp_name = self.search.total_timesteps, f"tune-{zlib.crc32(key[0].encode()):08x}"
+        name, tenths = f"{file_name(env_id)}__{exp_name}__{seed}", []
+        if key in self.rows:
+            known = self.rows[key]["tenths"].split()
+            for tenth, mean_return in enumerate(known, start=1):
+                go_on(tenth, float(mean_return))
+            return len(known) == 10
+        folders = lambda: sorted((self.work_dir / "runs").glob(f"{name}__*"))
+        command = [sys.executable, str(ROOT / self.search.script), *to_flags(self.search.fixed | settings)]
+        command += ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name, "--total-timesteps", str(total)]
+        command += ["--resume", str(folders()[-1])] if folders() else []
+        paths = os.pathsep.join([str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
+        options = dict(cwd=self.work_dir, env=os.environ | {"PYTHONPATH": paths}, text=True)
+        with (
+            open(self.work_dir / f"{name}.log", "a") as log,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **options) as process,
+        ):
+            for line in process.stdout:
+                log.write(line)
+                progress = re.match(r"([\d,]+) steps, .*mean return (-?[\d.]+)", line)
+                while progress and len(tenths) < int(progress[1].replace(",", "")) * 10 // total:
+                    tenths.append(float(progress[2]))
+                    if not go_on(len(tenths), tenths[-1]) and len(tenths) < 10:
+                        process.terminate()  # the script saves a checkpoint, and ends
+        if process.returncode not in (0, 143):
+            raise RuntimeError(f"{name} failed: see {log.name}")
+        step, returns = last_returns(folders()[-1])
+        done = is_complete(folders()[-1] / "checkpoint.pt", [])
+        mean = statistics.mean(returns or [0])
+        tenths += [mean] * (10 - len(tenths)) if done else []
+        values = [key[1], key[2], step, f"{mean:.2f}", " ".join(map("{:.1f}".format, tenths)), key[0]]
+        with self.lock:
+            self.rows[key] = dict(zip(COLUMNS, values))
+            with open(self.path, "w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(self.rows.values())
+        return done
+
+    def value(self, settings: dict) -> float:
+        """How good settings are, from the runs of all seeds so far; 0 if an env has none that was run to its end."""
+        scores = []
+        for env_id, goal in self.search.goals.items():
+            rows = [row for (text, env, _), row in self.rows.items() if (text, env) == (json.dumps(settings), env_id)]
+            returns = [float(row["mean_return"]) for row in rows if len(row["tenths"].split()) == 10]
+            scores.append(statistics.mean(returns) / goal if returns else 0.0)
+        return (statistics.mean(scores) + min(scores)) / 2 if all(scores) else 0.0
+
+    def objective(self, trial: optuna.Trial) -> float:
+        """Train a trial's settings on each env; their value."""
+        settings = {name: trial.suggest_categorical(name, values) for name, values in self.search.space.items()}
+        for number, (env_id, goal) in enumerate(self.search.goals.items()):
+
+            def go_on(tenth: int, mean_return: float, number=number, goal=goal) -> bool:
+                trial.report(mean_return / goal, 10 * number + tenth)
+                return not trial.should_prune()
+
+            if not self.run(settings, env_id, FIRST_SEED, go_on):
+                raise optuna.TrialPruned
+        return self.value(settings)
+
+    def study(self) -> optuna.Study:
+        """Optuna's study of the trials so far, with those queued that `begin` names."""
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=3)
+        sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=8)
+        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        for settings in self.settings():  # known runs cost nothing
+            study.enqueue_trial(settings)
+            study.optimize(self.objective, n_trials=1)
+        for settings in self.search.begin:
+            study.enqueue_trial(settings, skip_if_exists=True)
+        return study
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("search", choices=SEARCHES)
+    parser.add_argument("--trials", type=int, default=0, help="new ones")
+    parser.add_argument("--best", type=int, default=0, help="so many of the best settings are run on --seeds too")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1002, 1003])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work-dir", type=Path, default=Path("runs-benchmark"))
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    tuner = Tuner(args.search, args.work_dir)
+    if args.trials:
+        tuner.study().optimize(tuner.objective, n_trials=args.trials, n_jobs=args.jobs)
+    ranked = sorted(tuner.settings(), key=tuner.value, reverse=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = itertools.product(ranked[: args.best], tuner.search.goals, args.seeds)
+        list(pool.map(lambda run: tuner.run(*run, go_on=lambda *_: True), runs))
+    for settings in sorted(ranked[: max(args.best, 5)], key=tuner.value, reverse=True):
+        print(f"{tuner.value(settings):.3f} {' '.join(to_flags(tuner.search.fixed | settings))}")
+
+
+if __name__ == "__main__":
+    main()
