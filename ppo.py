@@ -383,7 +383,7 @@ from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, as torch does, its defaults would keep the process group to the end
+import torch.distributed.nn  # imported by torch after init, its defaults would keep the group to the end
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
@@ -523,10 +523,16 @@ class Run(contextlib.ExitStack):
         args.__post_init__()  # again: they may have been set since, and the processes are known
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}"
-        self.folder = gather([Path("runs", name.replace("/", "-").replace(":", "-")).absolute()])[0]
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
+        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
+            for run in Path("runs").glob(f"{name}__*/checkpoint.pt"):
+                own = load_checkpoint(run)["kept"].get("launcher") == os.getppid()
+                args.resume = str(run) if own else args.resume
+        args.resume = gather([args.resume])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
+        self.kept["launcher"] = os.getppid()  # torchrun, which may restart its processes
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works

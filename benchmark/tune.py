@@ -50,13 +50,15 @@ class Search:
     total_timesteps: int = 1_000_000
 
 
+COMMON = dict(batch_size=2048, update_epochs=10, learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
+COMMON |= dict(clip_coef=0.2, vf_coef=0.25, norm_adv=True)
 SEARCHES = {
     "mujoco": Search(
         script="ppo_continuous_action.py",
         goals={"Hopper-v5": 2900, "HalfCheetah-v5": 5800, "Walker2d-v5": 4100, "Ant-v5": 3300},
         space=dict(
-            num_envs=[1, 8, 16, 64],
-            batch_size=[2048],
+            num_envs=[1, 8, 64],
+            batch_size=[2048, 4096],
             num_minibatches=[8, 16, 32],
             update_epochs=[5, 10, 20],
             learning_rate=[1e-4, 2e-4, 3e-4, 5e-4, 1e-3],
@@ -67,6 +69,9 @@ SEARCHES = {
             norm_adv=[True, False],
             log_std_init=[-1.0, -0.5, 0.0],
         ),
+        begin=[
+            dict(num_envs=n, log_std_init=s, num_minibatches=m) | COMMON for n, s, m in [(64, 0.0, 8), (8, -0.5, 8)]
+        ],
         fixed=dict(clip_vloss=False),
     )
 }

@@ -75,8 +75,7 @@ def test_replays_recorded_play(task):
 
 
 @pytest.mark.parametrize(
-    "task",
-    ["DefeatCoacAIShaped-v4", "RandomEnemyShapedReward3-v1", "DefeatLightRushEnemyShaped-v2", "WorkerRush-v1"],
+    "task", ["DefeatCoacAIShaped-v4", "RandomEnemyShapedReward3-v1", "DefeatLightRushEnemyShaped-v2", "WorkerRush-v1"]
 )
 def test_masks_are_exact(task):
     """A mask that allows what the game refuses (a taken cell, spent resources), or forbids what it accepts."""
