@@ -606,7 +606,7 @@ class Run(contextlib.ExitStack):
         args.resume = gather([args.resume])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
-        self.kept["launcher"] = os.getppid()  # torchrun, which may restart its processes
+        self.kept["launcher"] = os.getppid()  # torchrun
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works
@@ -685,8 +685,7 @@ class Run(contextlib.ExitStack):
         """Note the returns and lengths of the episodes that a step ended."""
         if "episode" in infos:
             self.episodes += zip(*(infos["episode"][name][infos["_episode"]].tolist() for name in "rl"))
-            for env in np.flatnonzero(truncations):
-                self.require_finite(**{f"final_obs[{env}]": infos["final_obs"][env]})
+            self.require_finite(**{f"final_obs[{i}]": infos["final_obs"][i] for i in np.flatnonzero(truncations)})
 
     def require_finite(self, **numbers: Tensor | np.ndarray | float) -> None:
         """Stop the run before NaN or infinity is learnt from, logged or saved; say where it is, [step, env, ...]."""

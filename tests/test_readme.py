@@ -56,7 +56,8 @@ DETAILS = {
     "aux 3": "early stop by KL",
     "aux 4": "invalid action masks",
 }
-OTHERS = {"no-index", "logdir", "shutdown-timeout", "max-restarts"}  # other programs'; those in howto.md are run
+# other programs'; those in howto.md are run
+OTHERS = set("no-index logdir shutdown-timeout max-restarts nnodes rdzv-backend rdzv-endpoint rdzv-id".split())
 HOMES = {
     "core": "ppo.py",
     "aux": "ppo.py",
