@@ -128,7 +128,7 @@ def test_bad_numbers(script, process, monkeypatch, capfd):
             return capfd.readouterr().err if exit.code == 2 else ""
         return ""
 
-    settings = [setting.split("=") for setting in OWN_BAD_NUMBERS[script.__name__].split()]
+    settings = [setting.split("=") for setting in OWN_BAD_NUMBERS.get(script.__name__, BAD_NUMBERS).split()]
     assert [setting for setting in settings if setting[0] not in answer(*setting)] == []
     assert begun == []
     assert answer("seed", "3") == ""

@@ -41,7 +41,7 @@ def test_compiled_equals_eager(script, graphs):
     eager = parameters(script.train(small_args(script, **arguments)))
     assert graphs == []
     compiled = parameters(script.train(small_args(script, compile=True, **arguments)))
-    assert [len(function) for function in graphs] == GRAPHS.get(script.__name__, [1, 1])
+    assert [len(function) for function in graphs] == GRAPHS.get(script.__name__, [1, 1]), "of GRAPHS above"
     for graph in itertools.chain(*graphs):  # CUDA graphs want every size to be known
         given = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
         assert all(isinstance(value, torch.Tensor) for value in given)

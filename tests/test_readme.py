@@ -57,7 +57,8 @@ DETAILS = {
     "aux 4": "invalid action masks",
 }
 # other programs'; those in howto.md are run
-OTHERS = set("no-index logdir shutdown-timeout max-restarts nnodes rdzv-backend rdzv-endpoint rdzv-id".split())
+OTHERS = {"no-index", "logdir", "shutdown-timeout", "max-restarts"}
+OTHERS |= {"nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
 HOMES = {
     "core": "ppo.py",
     "aux": "ppo.py",

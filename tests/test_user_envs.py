@@ -18,12 +18,12 @@ from odd_envs import DRAWS, INFOS, MISFITS, NUMBERS
 
 import ppo
 
-ACTIONS = dict(ppo="", ppo_lstm="", ppo_continuous_action="Box", ppo_multidiscrete="MultiDiscrete")
+ACTIONS = dict(ppo_continuous_action="Box", ppo_multidiscrete="MultiDiscrete")  # the others: Discrete
 
 
 def odd_args(script, what: str, *, vectorization="sync", env_id="odd_envs:Odd-v0", since=0, **changes):
     """Arguments of a small run in an env that is odd in one way."""
-    kwargs = dict(what=what, since=since, actions=ACTIONS[script.__name__])
+    kwargs = dict(what=what, since=since, actions=ACTIONS.get(script.__name__, ""))
     return small_args(script, env_id=env_id, env_kwargs=json.dumps(kwargs), vectorization=vectorization, **changes)
 
 
