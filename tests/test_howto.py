@@ -28,9 +28,10 @@ def write_files(recipe: str) -> None:
         Path(path.name).write_bytes(path.read_bytes())
     for language, name, text in blocks(recipe):
         if language == "diff":
-            command = ["patch", "--no-backup-if-mismatch", "-F0", "-o", name, "ppo.py"]
+            script = re.match(r"--- (\S+)\n", text)[1]
+            command = ["patch", "--no-backup-if-mismatch", "-F0", "-o", name, script]
             result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-            assert result.returncode == 0, f"{name}: ppo.py has changed, make the diff anew: {result.stdout}"
+            assert result.returncode == 0, f"{name}: {script} has changed, make the diff anew: {result.stdout}"
         elif name:
             Path(name).write_text(text)
 
@@ -79,7 +80,15 @@ def test_recipe(title, scontrol, launcher, tmp_path_factory):
         assert all(0 < value <= 1 for _, value in read_scalars(run_dir)["charts/novelty"])
     if "images" in title:
         (run_dir,) = Path("runs").iterdir()
-        assert read_scalars(run_dir)["charts/episodic_return"][-1][1] > 14  # of 20; 10 are chance
+        assert read_scalars(run_dir)["charts/episodic_return"][-1][1] > (12 if "actions" in title else 14)  # of 20
+    if "infos" in title:
+        scalars = read_scalars(next(Path("runs").iterdir()))
+        rewards = [value / 50 for _, value in scalars["charts/episodic_return"]]  # of a step: the speed
+        assert [value for _, value in scalars["charts/speed"]][-3:] == pytest.approx(rewards[-3:], abs=0.1)
+    if "follow the KL" in title:
+        rates = [value for _, value in read_scalars(next(Path("runs").iterdir()))["charts/learning_rate"]]
+        assert all(min(abs(after / before - f) for f in (1, 1.5, 1 / 1.5)) < 1e-3 for before, after in pairwise(rates))
+        assert len(set(rates)) > 1
     if "checkpoint" in title:
         (run_dir,) = Path("runs").iterdir()
         weights = [value for _, value in read_scalars(run_dir)["charts/kl_coef"]]
