@@ -1,4 +1,5 @@
 """Train a PPO agent on vector observations and Discrete actions.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo.py --resume runs/CartPole-v1__ppo__1__1700000000

@@ -1,4 +1,5 @@
 """Train a PPO agent on Atari games.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --seed 1
 Resume:    python ppo_atari.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari__1__1700000000

@@ -1,4 +1,5 @@
 """Train a recurrent PPO agent (LSTM) on Atari games, one frame at a time.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
 Resume:    python ppo_atari_lstm.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000

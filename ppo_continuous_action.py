@@ -1,4 +1,5 @@
 """Train a PPO agent on vector observations and Box (continuous) actions.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
 Resume:    python ppo_continuous_action.py --resume runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000

@@ -1,4 +1,5 @@
 """Train a recurrent PPO agent (LSTM) on vector observations and Discrete or Box actions.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000

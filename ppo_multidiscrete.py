@@ -1,4 +1,5 @@
 """Train a PPO agent on MultiDiscrete or Discrete actions, of which some may be invalid: MicroRTS, or any such env.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
 
 Train:     python ppo_multidiscrete.py --env-id MicrortsMining-v4 --seed 1
 Resume:    python ppo_multidiscrete.py --resume runs/MicrortsMining-v4__ppo_multidiscrete__1__1700000000
