@@ -17,6 +17,7 @@ import parts
 import threads
 import throughput
 import torch
+import tune
 import tyro
 from conftest import SCRIPTS, read_scalars, small_args
 from torch.utils.tensorboard import SummaryWriter
@@ -276,3 +277,52 @@ def test_a_film_shows_the_seconds_asked_for():
     both = film.side_by_side((clips[0][0], clips[1][9]))
     assert both.size == (80, 20)
     assert np.asarray(both)[:, 60].mean() > np.asarray(both)[:, 20].mean() + 100
+
+
+CHATTY = """
+import itertools, sys, time
+import ppo
+clock = itertools.count(step=10)
+time.perf_counter = lambda: next(clock)  # so that each iteration is told
+if __name__ == "__main__":
+    ppo.main()
+"""
+
+
+def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
+    """Catches: a trial that is judged by one env alone, or by another's goal; known runs trained again; tuning on a
+    reported seed; a run that is below the others and goes on; a trial that was ended, taken for a whole one."""
+    Path("chatty.py").write_text(CHATTY)
+    space = dict(learning_rate=[1e-3, 1e-9], num_steps=[32])
+    goals = {"CartPole-v1": 100.0, "CartPole-v0": 50.0}
+    search = tune.Search(str(tmp_path / "chatty.py"), goals, space, fixed=dict(num_envs=4), total_timesteps=2560)
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    monkeypatch.setitem(tune.SEARCHES, "quick", search)
+    first = tune.Tuner("quick", tmp_path)
+    good, bad = (dict(learning_rate=rate, num_steps=32) for rate in space["learning_rate"])
+    told = []
+    assert first.run(good, "CartPole-v1", 1001, lambda *what: told.append(what) is None)
+    assert first.value(good) == 0  # the other env is missing
+    assert first.run(good, "CartPole-v0", 1001, lambda *_: True)
+    assert not first.run(bad, "CartPole-v1", 1001, lambda tenth, _: tenth < 4)
+    assert first.value(bad) == 0
+    assert [tenth for tenth, _ in told] == list(range(1, 11))
+    (run_dir,) = Path("runs").glob("CartPole-v0__*")
+    args = torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]
+    given = dict(seed=1001, learning_rate=1e-3, num_envs=4, num_steps=32, total_timesteps=2560, env_id="CartPole-v0")
+    assert args.items() >= given.items()
+
+    with open(tmp_path / "tune__quick.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["env_id"] for row in rows] == ["CartPole-v1", "CartPole-v0", "CartPole-v1"]
+    assert [len(row["tenths"].split()) for row in rows] == [10, 10, 4]
+    assert [row["global_step"] for row in rows[:2]] == ["2560", "2560"]
+    assert 1024 <= int(rows[2]["global_step"]) < 2560
+    monkeypatch.setattr(tune.subprocess, "Popen", None)  # from here on, nothing is trained
+    again = tune.Tuner("quick", tmp_path)
+    scores = [float(rows[0]["mean_return"]) / 100, float(rows[1]["mean_return"]) / 50]
+    assert again.value(good) == (sum(scores) / 2 + min(scores)) / 2 > 0
+    trials = again.study().trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "PRUNED"]
+    assert trials[0].params == good
+    assert trials[0].value == again.value(good)
