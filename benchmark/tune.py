@@ -1,9 +1,9 @@
 """Search for settings of a script that are good on all of several envs, with Optuna.
 
-Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2
+Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory: see SEARCHES)
        python benchmark/tune.py mujoco --best 3 --seeds 1002 1003   (the best so far, on further seeds)
 
-A trial trains its settings on each env of the search, one after the other. Seeds are 1001 and up, which no reported
+A trial trains its settings on each env of the search, on one seed or a few. Seeds are 1001 and up, which no reported
 figure uses. An env's score is the mean return of the last 100 training episodes over the env's goal in SEARCHES; the
 trial's value is the mean of the scores' mean and their minimum, so that no env is given up for another. A run that is
 below the median of the earlier trials' at the same step of the same env ends its trial.
@@ -48,10 +48,12 @@ class Search:
     begin: list[dict] = field(default_factory=list)
     fixed: dict = field(default_factory=dict)
     total_timesteps: int = 1_000_000
+    seeds: int = 1  # of a trial: 1001 and on
 
 
 COMMON = dict(batch_size=2048, update_epochs=10, learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
 COMMON |= dict(clip_coef=0.2, vf_coef=0.25, norm_adv=True)
+LSTM = dict(gae_lambda=0.8, max_grad_norm=0.5, seq_len=32)
 SEARCHES = {
     "mujoco": Search(
         script="ppo_continuous_action.py",
@@ -73,7 +75,27 @@ SEARCHES = {
             dict(num_envs=n, log_std_init=s, num_minibatches=m) | COMMON for n, s, m in [(64, 0.0, 8), (8, -0.5, 8)]
         ],
         fixed=dict(clip_vloss=False),
-    )
+    ),
+    "memory": Search(
+        script="ppo_lstm.py",
+        goals={"CartPole-v1": 500},
+        space=dict(
+            num_steps=[32, 64, 128],
+            num_minibatches=[1, 2, 4, 8],
+            update_epochs=[10, 20],
+            learning_rate=[1e-3, 2e-3, 3e-3],
+            gae_lambda=[0.8, 0.9],
+            anneal_clip=[False, True],
+            max_grad_norm=[0.5, 1.0],
+            seq_len=[16, 32],
+        ),
+        begin=[
+            dict(num_steps=128, num_minibatches=8, update_epochs=10, learning_rate=2e-3, anneal_clip=False) | LSTM,
+            dict(num_steps=32, num_minibatches=1, update_epochs=20, learning_rate=1e-3, anneal_clip=True) | LSTM,
+        ],
+        total_timesteps=100_000,
+        seeds=4,
+    ),
 }
 
 
@@ -158,13 +180,14 @@ class Tuner:
     def objective(self, trial: optuna.Trial) -> float:
         """Train a trial's settings on each env; their value."""
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.search.space.items()}
-        for number, (env_id, goal) in enumerate(self.search.goals.items()):
+        seeds = range(FIRST_SEED, FIRST_SEED + self.search.seeds)
+        for number, (env_id, seed) in enumerate(itertools.product(self.search.goals, seeds)):
 
-            def go_on(tenth: int, mean_return: float, number=number, goal=goal) -> bool:
-                trial.report(mean_return / goal, 10 * number + tenth)
+            def go_on(tenth: int, mean_return: float, first=10 * number, goal=self.search.goals[env_id]) -> bool:
+                trial.report(mean_return / goal, first + tenth)
                 return not trial.should_prune()
 
-            if not self.run(settings, env_id, FIRST_SEED, go_on):
+            if not self.run(settings, env_id, seed, go_on):
                 raise optuna.TrialPruned
         return self.value(settings)
 
