@@ -688,7 +688,7 @@ class Run(contextlib.ExitStack):
         args.resume = gather([args.resume])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
-        self.kept["launcher"] = os.getppid()  # torchrun
+        self.kept["launcher"] = os.getppid() if PROCESSES > 1 else None  # torchrun
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works
