@@ -51,7 +51,6 @@ from torch import Tensor, nn
 @dataclass
 class Args:
     # experiment
-
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
@@ -72,14 +71,12 @@ class Args:
     capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
 
     # environment
-
     env_id: str = "HalfCheetah-v5"  # a registered id, or "module:Name-v0" to import the module that registers it
     env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"ctrl_cost_weight": 0.2}'
     num_envs: int = 1  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
-
     total_timesteps: int = 1_000_000  # env steps in the whole run
     patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
@@ -131,17 +128,16 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
             env.action_space = env.env.action_space  # ClipAction's own has no bounds
         if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
             env = gym.wrappers.FlattenObservation(env)  # Discrete: one-hot; Dict and Tuple: joined
+        obs_space, action_space = env.observation_space, env.action_space
+        is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
+        if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and is_float):
+            raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not vectors and float actions")
         return env
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
     mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
-    if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and is_float):
-        envs.close()
-        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not vectors and float actions")
     return RecordEpisodeStatistics(envs)
 
 
@@ -310,7 +306,6 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
-        minibatch_size = args.minibatch_size // PROCESSES
         envs = make_envs(args, N)
         run.callback(envs.close)
         agent = Agent(envs, args).to(run.device)
@@ -377,7 +372,7 @@ def train(args: Args) -> Path:
             batch = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, values, returns)]  # (B, ...)
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
-                for mb_inds in torch.randperm(T * N, device=run.device).split(minibatch_size):  # [core 6]
+                for mb_inds in torch.randperm(T * N, device=run.device).chunk(args.num_minibatches):  # [core 6]
                     minibatch = [x.index_select(0, mb_inds) for x in batch]  # x[mb_inds], but faster
                     optimizer.zero_grad()
                     stats.append(gradient_fn(agent, minibatch, loss_args))
@@ -470,7 +465,6 @@ with contextlib.suppress(AttributeError, OSError, ValueError):  # where there ar
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
-BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 SIGNALS = []  # that main() was sent: the run ends after this iteration, an evaluation at once
 
@@ -599,15 +593,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
-        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
+        launcher = f"-{os.getppid()}" if PROCESSES > 1 else ""  # torchrun
+        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}{launcher}").absolute()])[0]
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
-            for run in Path("runs").glob(f"{name}__*/checkpoint.pt"):
-                own = load_checkpoint(run)["kept"].get("launcher") == os.getppid()
-                args.resume = str(run) if own else args.resume
+            args.resume = max(map(str, Path("runs").glob(f"{name}__*{launcher}/checkpoint.pt")), default=None)
         args.resume = gather([args.resume])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
-        self.kept["launcher"] = os.getppid() if PROCESSES > 1 else None  # torchrun
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works
@@ -621,7 +613,7 @@ class Run(contextlib.ExitStack):
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError)):
-            why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
+            why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
             raise RuntimeError(f"{why}; the checkpoint in {self.folder} is good") from error
         if error is None:
             print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
@@ -642,9 +634,8 @@ class Run(contextlib.ExitStack):
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # raises if another run has it
-            script = Path(__file__).read_bytes()  # an edited file is the experiment
-            if script not in [path.read_bytes() for path in self.folder.glob("*.py")]:
-                Path(self.folder, f"{Path(__file__).stem}_from_{self.global_step}.py").write_bytes(script)
+            script = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
+            script.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
             if self.args.track:
                 self.start_wandb()  # it listens to the writer made next
             self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))

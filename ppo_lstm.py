@@ -54,7 +54,6 @@ from torch import Tensor, nn
 @dataclass
 class Args:
     # experiment
-
     exp_name: str = Path(__file__).stem  # part of the run folder's name
     seed: int = 1  # fixes the network's init, the sampled actions and every env's random stream
     torch_deterministic: bool = True  # deterministic cuDNN kernels
@@ -75,7 +74,6 @@ class Args:
     capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
 
     # environment
-
     env_id: str = "CartPole-v1"  # a registered id, or "module:Name-v0" to import the module that registers it
     env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"sutton_barto_reward": true}'
     num_envs: int = 8  # N, parallel envs [core 1]; 2 to 64
@@ -83,7 +81,6 @@ class Args:
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
-
     total_timesteps: int = 150_000  # env steps in the whole run
     patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
@@ -118,7 +115,6 @@ class Args:
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
     num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
     num_sequences = property(lambda self: self.batch_size // (self.seq_len or self.num_steps))
-    minibatch_sequences = property(lambda self: int(self.num_sequences // self.num_minibatches))
 
     def __post_init__(self):
         require(self, "log_std_init reward_scale", math.isfinite, "a finite number")
@@ -164,18 +160,18 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
             env = gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
         if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
             env = gym.wrappers.FlattenObservation(env)  # Discrete: one-hot; Dict and Tuple: joined
+        obs_space, action_space = env.observation_space, env.action_space
+        is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
+        fits = isinstance(action_space, Discrete) or is_float
+        if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and fits):
+            spaces = "vectors and Discrete or float actions"
+            raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
         return env
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
     mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
-    fits = isinstance(action_space, Discrete) or is_float
-    if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and fits):
-        envs.close()
-        raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not vectors and Discrete or float actions")
     return RecordEpisodeStatistics(envs)
 
 
@@ -372,11 +368,11 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        use_bf16 = args.bf16 and run.device.type == "cpu" and BF16  # a GPU's LSTM would be float16
+        cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
+        use_bf16 = args.bf16 and run.device.type == "cpu" and cpu  # a GPU's LSTM would be float16
         args = run.args = replace(args, bf16=use_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
         S = args.seq_len or T
-        minibatch_size = args.minibatch_sequences // PROCESSES  # M/S
         envs = make_envs(args, N)
         run.callback(envs.close)
         agent = Agent(envs, args).to(run.device)
@@ -452,7 +448,7 @@ def train(args: Args) -> Path:
             b_starts = in_sequences(starts)  # (B/S, S), on the CPU
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
-                for mb_inds in torch.randperm(T * N // S).split(minibatch_size):  # [core 6]
+                for mb_inds in torch.randperm(T * N // S).chunk(args.num_minibatches):  # [core 6]
                     rows = mb_inds.to(run.device, non_blocking=True)
                     minibatch = [x.index_select(0, rows) for x in batch]  # (M/S, S, ...)
                     optimizer.zero_grad()
@@ -546,7 +542,6 @@ with contextlib.suppress(AttributeError, OSError, ValueError):  # where there ar
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
-BF16 = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))  # in the CPU
 TRAINING, EVALUATION, SAMPLING = range(3)  # keys of the random streams, see env_seeds
 SIGNALS = []  # that main() was sent: the run ends after this iteration, an evaluation at once
 
@@ -675,15 +670,13 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
-        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
+        launcher = f"-{os.getppid()}" if PROCESSES > 1 else ""  # torchrun
+        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}{launcher}").absolute()])[0]
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
-            for run in Path("runs").glob(f"{name}__*/checkpoint.pt"):
-                own = load_checkpoint(run)["kept"].get("launcher") == os.getppid()
-                args.resume = str(run) if own else args.resume
+            args.resume = max(map(str, Path("runs").glob(f"{name}__*{launcher}/checkpoint.pt")), default=None)
         args.resume = gather([args.resume])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
-        self.kept["launcher"] = os.getppid() if PROCESSES > 1 else None  # torchrun
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works
@@ -697,7 +690,7 @@ class Run(contextlib.ExitStack):
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError)):
-            why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
+            why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
             raise RuntimeError(f"{why}; the checkpoint in {self.folder} is good") from error
         if error is None:
             print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
@@ -718,9 +711,8 @@ class Run(contextlib.ExitStack):
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # raises if another run has it
-            script = Path(__file__).read_bytes()  # an edited file is the experiment
-            if script not in [path.read_bytes() for path in self.folder.glob("*.py")]:
-                Path(self.folder, f"{Path(__file__).stem}_from_{self.global_step}.py").write_bytes(script)
+            script = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
+            script.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
             if self.args.track:
                 self.start_wandb()  # it listens to the writer made next
             self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))

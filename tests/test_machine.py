@@ -110,7 +110,7 @@ def test_only_to_film_a_screen_is_done_without(name, given, monkeypatch):
 def test_bfloat16_is_used_where_the_hardware_has_it(script, there, monkeypatch):
     """Catches: an emulated half precision, many times slower; a run whose arguments do not say how it was computed."""
     init, agents = script.Agent.__init__, []
-    monkeypatch.setattr(script, "BF16", there)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": there})
     monkeypatch.setattr(script.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
     run_dir = script.train(small_args(script, bf16=True, total_timesteps=small_args(script).batch_size))
     assert agents[0].bf16 == there

@@ -138,7 +138,7 @@ def test_an_env_that_exits(launcher, vectorization):
     result = launcher.run("ppo", *flags(**SMALL["ppo"] | options))
     assert result.returncode == 1
     (run_dir,) = Path("runs").absolute().iterdir()
-    why = "an env has called sys.exit(), or its process was killed, perhaps for want of memory"
+    why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
     assert f"{why}; the checkpoint in {run_dir} is good" in result.stderr
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"] == 0
 
