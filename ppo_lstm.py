@@ -81,19 +81,19 @@ class Args:
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
-    total_timesteps: int = 150_000  # env steps in the whole run
+    total_timesteps: int = 100_000  # env steps in the whole run
     patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
-    learning_rate: float = 2e-3  # Adam's step size; 1e-4 to 2e-3
-    num_steps: int = 128  # T, steps per env and rollout, a multiple of seq_len; 32 to 2048
+    learning_rate: float = 3e-3  # Adam's step size; 1e-4 to 3e-3
+    num_steps: int = 64  # T, steps per env and rollout, a multiple of seq_len; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.98  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.8  # bias (0) against variance (1) in GAE; 0.8 to 1
     num_minibatches: int = 8  # minibatches per epoch, a divisor of the number of sequences; 1 to 32
-    update_epochs: int = 10  # passes over each batch; 3 to 20
+    update_epochs: int = 20  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
-    anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
+    anneal_clip: bool = True  # clip_coef falls linearly to 0 as well [aux 1]
     clip_vloss: bool = False  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
