@@ -5,7 +5,8 @@ Run:   python benchmark/learning_curves.py --script ppo_continuous_action.py --e
 
 For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv with --label): a row per iteration in
 which an episode ended, with the mean return of those; and a line per run of summary.csv there: the mean return of the
-last 100 episodes, the git commit, the minutes of training, the machine. Other seeds that these files hold stay there.
+last 100 episodes, the git commit, the minutes of training, the machine, and the mean return of --eval-episodes further
+ones, played at the end by the most likely action. Other seeds that these files hold stay there.
 A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read. The commit is found
 by the copy of the script that is kept in the run's folder.
 `python benchmark/report.py` then writes docs/results.md and draws the curves.
@@ -48,7 +49,7 @@ def is_complete(checkpoint: Path, extra: list[str]) -> bool:
 
 
 def train(script: str, env_id: str, seed: int, label: str, work_dir: Path, extra: list[str]) -> Path:
-    """Train, or go on training, in work_dir, unless that is done; return the run's folder."""
+    """Train, or go on training, in work_dir, unless that is done; return its folder. `extra` are flags."""
     exp_name = Path(script).stem + (f"-{label}" if label else "")
     name = f"{file_name(env_id)}__{exp_name}__{seed}"
     runs = sorted((work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
@@ -115,6 +116,14 @@ def commits(script: str, run_dir: Path) -> str:
     return " ".join(dict.fromkeys(found))
 
 
+def evaluation(run_dir: Path) -> str:
+    """The mean return of the evaluation at a run's end; "" if there was none."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    played = events.Scalars("eval/episodic_return") if "eval/episodic_return" in events.Tags()["scalars"] else []
+    at_the_end = [event.value for event in played if event.step == last_returns(run_dir)[0]]
+    return f"{at_the_end[-1]:.2f}" if at_the_end else ""
+
+
 def last_returns(run_dir: Path) -> tuple[int, list[float]]:
     """A run's step, and the returns of its last 100 episodes, of which older checkpoints have a list of their own."""
     state = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
@@ -147,6 +156,7 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
     summary = RESULTS / "summary.csv"
     rows = {(row["script"], row["env_id"], row["seed"]): row for row in read(summary)}
     columns = ["script", "env_id", "seed", "global_step", "episodes", "mean_return", "commit", "minutes", "machine"]
+    columns += ["evaluation"]
     for seed, run_dir in runs.items():
         global_step, returns = last_returns(run_dir)
         key = (Path(script).stem, env_name, str(seed))
@@ -155,7 +165,7 @@ def write(script: str, env_id: str, label: str, runs: dict[int, Path]) -> None:
         commit = commits(script, run_dir) or known.get("commit", "unknown")
         row = [*key, str(global_step), str(len(returns)), mean, commit, f"{curves[seed][-1][2]:.0f}"]
         trained = list(known.values())[: len(row)] != row  # since it was written: here
-        rows[key] = dict(zip(columns, [*row, machine() if trained else known["machine"]]))
+        rows[key] = dict(zip(columns, [*row, machine() if trained else known["machine"], evaluation(run_dir)]))
     with open(summary, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -168,10 +178,12 @@ def main() -> None:
     parser.add_argument("--env-ids", nargs="+", required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--label", default="", help="part of the result's name, where arguments follow `--`")
+    parser.add_argument("--eval-episodes", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--work-dir", type=Path, default=Path("runs-benchmark"))
     ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     args, extra = parser.parse_args(ours), sys.argv[len(ours) + 2 :]
+    extra += ["--eval-episodes", str(args.eval_episodes), "--deterministic"]
     args.work_dir.mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(exist_ok=True)
     runs, lock = {env_id: {} for env_id in args.env_ids}, threading.Lock()

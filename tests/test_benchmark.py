@@ -74,7 +74,7 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path):
     run of an older commit that cannot be read, a run begun anew that was there, one continued that is complete."""
     monkeypatch.setattr(learning_curves, "RESULTS", tmp_path)
     args = small_args(ppo, num_steps=64, total_timesteps=512, exp_name="ppo-quick")
-    runs = {seed: ppo.train(replace(args, seed=seed)) for seed in (1, 2)}
+    runs = {seed: ppo.train(replace(args, seed=seed, eval_episodes=seed - 1, deterministic=True)) for seed in (1, 2)}
     learning_curves.write("ppo.py", "CartPole-v1", "quick", runs)
     with open(tmp_path / "ppo__CartPole-v1__quick.csv") as file:
         rows = list(csv.DictReader(file))
@@ -87,6 +87,8 @@ def test_curves_are_those_of_the_runs(monkeypatch, tmp_path):
         line = summary[str(seed)]
         assert (line["env_id"], line["global_step"], line["episodes"]) == ("CartPole-v1__quick", "512", str(len(last)))
         assert float(line["mean_return"]) == round(float(np.mean(last)), 2)
+    (alone,) = ppo.evaluate(runs[2] / "checkpoint.pt", 1)
+    assert [summary["1"]["evaluation"], summary["2"]["evaluation"]] == ["", f"{alone:.2f}"]
 
     (tmp_path / "ppo__CartPole-v1__quick.csv").write_text(
         "seed,global_step,episodic_return\n1,256,-1\n10,256,20.5\n"  # a file of before minutes were noted
