@@ -62,7 +62,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 0  # CPU threads of torch, 0 for one per core
     bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it, which is faster
-    compile: bool = False  # torch.compile the policy, the loss and its gradient; pays off in long runs
+    compile: bool = False  # torch.compile policy, loss and gradient; pays off in long runs
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
     wandb_entity: str | None = None  # wandb team; None: your own account
@@ -107,7 +107,7 @@ class Args:
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
-    num_iterations = property(lambda self: self.total_timesteps // self.batch_size)
+    num_iterations = property(lambda self: int(self.total_timesteps // self.batch_size))
     num_sequences = property(lambda self: self.batch_size // (self.seq_len or self.num_steps))
 
     def __post_init__(self):
@@ -388,7 +388,8 @@ def train(args: Args) -> Path:
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
         S = args.seq_len or T
         envs = make_envs(args, N)
-        run.callback(envs.close)
+        run.callback(envs.close)  # when the run ends
+        torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
         gradient_fn = run.compile(compute_gradients)
@@ -625,19 +626,21 @@ class CheckedEnv(gym.Wrapper):
         self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv")
         if self.in_worker:
             os.setpgrp()  # Ctrl-C in a terminal is for the main process
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, lambda *_: signal.alarm(30))  # the main process ends it before
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            spaces = self.unwrapped.action_space, self.unwrapped.observation_space
+            spaces = [space for e in (self.env, self.unwrapped) for space in (e.action_space, e.observation_space)]
             seeders = [random.seed, np.random.seed, *(space.seed for space in spaces)]
             seeders += [torch.default_generator.manual_seed] * self.in_worker  # elsewhere it samples the actions
-            for seeder, number in zip(seeders, np.random.SeedSequence(seed).generate_state(5).tolist()):
+            for seeder, number in zip(seeders, np.random.SeedSequence(seed).generate_state(7).tolist()):
                 seeder(number)
         return self.check(self.env.reset(seed=seed, options=options)[0]), {}
 
     def step(self, action):
-        obs, *numbers, _ = self.env.step(action)
-        numbers = [x if isinstance(x, (bool, float)) else torch.as_tensor(x).item() for x in numbers]
+        obs, *numbers, _ = self.env.step(self.action_space.dtype.type(action))
+        numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in numbers]
         return self.check(obs), *numbers, {}
 
     def check(self, obs):
@@ -645,22 +648,22 @@ class CheckedEnv(gym.Wrapper):
             self.unchecked -= 1
             try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
                 concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
-            except (KeyError, TypeError, ValueError) as error:
+            except Exception as error:
                 given = f"an observation of shape {np.shape(obs)} and dtype {np.asarray(obs).dtype}"
                 raise UserError(f"{self.spec.id} gave {given}, not of {self.observation_space}: {error}") from None
         return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
 
     def close(self):
-        with contextlib.suppress(Exception):  # no reason to lose a run
+        with contextlib.suppress(Exception, SystemExit):  # no reason to lose a run
             self.env.close()
         random.setstate(self.before[0])
         np.random.set_state(self.before[1])
 
 
-def note_signal(signum: int, frame):
+def note_signal(pid: int, signum: int, frame):
     """Have the run end after this iteration; a second Ctrl-C ends it at once."""
-    if multiprocessing.current_process().daemon:
-        return signal.alarm(30)  # an env's process waits for the main one to end it
+    if os.getpid() != pid:  # a process that an env has started
+        os._exit(128 + signum)
     SIGNALS.append(signum)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
@@ -679,13 +682,12 @@ class Run(contextlib.ExitStack):
         self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}{launcher}").absolute()])[0]
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
             args.resume = max(map(str, Path("runs").glob(f"{name}__*{launcher}/checkpoint.pt")), default=None)
-        args.resume = gather([args.resume])[0]
+        args.resume = gather([args.resume and str(checkpoint_of(args.resume))])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
         self.wandb = None  # the module, if it works
-        torch.manual_seed(args.seed)
         torch.set_num_threads(args.torch_threads or CORES)
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32
@@ -696,7 +698,7 @@ class Run(contextlib.ExitStack):
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError)):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
-            raise RuntimeError(f"{why}; the checkpoint in {self.folder} is good") from error
+            raise RuntimeError(f"{error!r}: {why}; the checkpoint in {self.folder} is good") from error
         if error is None:
             print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
@@ -707,8 +709,8 @@ class Run(contextlib.ExitStack):
     def begin(self, agent: nn.Module, optimizer) -> None:
         """Load what is to be resumed, then make the folder and begin to log."""
         if self.args.resume:
-            self.folder = checkpoint_of(self.args.resume).parent
-            state = load_checkpoint(checkpoint_of(self.args.resume), agent, optimizer)
+            self.folder = Path(self.args.resume).parent
+            state = load_checkpoint(self.args.resume, agent, optimizer)
             self.kept |= state["kept"]
             self.global_step = state["global_step"]
             self.iteration = math.ceil(self.global_step / self.args.batch_size)  # whatever the batch was
@@ -846,7 +848,7 @@ class Run(contextlib.ExitStack):
 def main() -> None:
     """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, note_signal)
+        signal.signal(signum, functools.partial(note_signal, os.getpid()))
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", "--evaluate", dest="run")

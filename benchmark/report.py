@@ -45,15 +45,46 @@ PUBLISHED = {
     ("ppo_multidiscrete", "MicrortsRandomEnemyShapedReward3-v1"): ("19.7", DETAILS),
     ("ppo_multidiscrete", "MicrortsRandomEnemyShapedReward3-v1__unmasked"): ("3.8", DETAILS),
 }
+TIANSHOU = "Tianshou, v3, ten seeds, the maximum over training of test returns"
+# script, env: the highest returns published for PPO at the same number of steps, and how they were counted
+HIGHEST = {
+    ("ppo_continuous_action", "HalfCheetah-v5"): [
+        ("5819 ± 664", "RL-Zoo, v3, one tuned run, evaluated with the most likely action"),
+        ("5784 ± 1244", TIANSHOU),
+    ],
+    ("ppo_continuous_action", "Hopper-v5"): [("2609 ± 701", TIANSHOU)],
+    ("ppo_continuous_action", "Walker2d-v5"): [
+        ("about 4000", "ikostrikov's, as Tianshou quotes it"),
+        ("3589 ± 757", TIANSHOU),
+    ],
+    ("ppo_continuous_action", "Ant-v5"): [("3258 ± 1079", TIANSHOU)],
+    ("ppo_continuous_action", "Humanoid-v4"): [("787 ± 194", TIANSHOU)],
+    ("ppo_continuous_action", "Swimmer-v5"): [("about 120", "Spinning Up, as Tianshou quotes it")],
+    ("ppo_continuous_action", "Reacher-v5"): [("-4.1 ± 0.3", TIANSHOU)],
+    ("ppo_continuous_action", "InvertedDoublePendulum-v5"): [("9231 ± 270", TIANSHOU)],
+    ("ppo_atari", "BreakoutNoFrameskip-v4"): [("430.1 ± 8.1", "CleanRL's XLA variants, three seeds, training returns")],
+    ("ppo_atari", "PongNoFrameskip-v4"): [("20.99", "RL-Zoo, one run, evaluated")],
+    ("ppo_atari", "BeamRiderNoFrameskip-v4"): [
+        ("3397", "RL-Zoo, one run, evaluated"),
+        ("2861 ± 801", "CleanRL's XLA variants, three seeds, training returns"),
+    ],
+    ("ppo_lstm", "CartPole-v1"): [
+        ("500", "SB3's model card, 100k steps, one run, evaluated"),
+        ("402 ± 52", "the same, run again by openrlbenchmark"),
+    ],
+}
 # script: actions, observations, default task, millions of steps there; name and envs of that task in throughput.csv
 FRONT = {
     "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole", 4),
     "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah", 1),
     "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout", 8),
-    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.15, "cartpole-lstm", 8),
+    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.1, "cartpole-lstm", 8),
     "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
     "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining", 8),
 }
+TIMES = ["policy", "envs", "advantages", "update", "rest"]  # parts of an env step's time
+# columns that a measurement of speed is found by
+SETTING = ["task", "script", "num_envs", "processes", "compiled", "threads", "machine is"]
 # the results in the README's picture
 PICTURED = [
     "ppo_continuous_action__HalfCheetah-v5",
@@ -65,8 +96,9 @@ LABELS = {
     "": "bfloat16, the default",
     "unmasked": "no masks",
     "unmasked-published-settings": "no masks, the published settings",
+    "own-settings": "[settings of its own](settings.md)",
     "float32": "float32",
-    "fresh-seeds": "seeds not used to choose defaults",
+    "former-defaults": "150k steps, the defaults before those of today",
     "bootstrap": "a time limit is bootstrapped",
     "150k": "150k steps",
     "time-limit-as-end": "a time limit counts as termination",
@@ -75,8 +107,10 @@ LABELS = {
     "short-sequences": "sequences of 8, float32",
     "short-sequences-bfloat16": "sequences of 8, bfloat16",
 }
+FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip"
 SHORT_SEQUENCES = (
-    "--total-timesteps 500000 --num-envs 32 --num-steps 512 --seq-len 8 --hidden-size 128 --num-minibatches 16"
+    f"{FORMER_DEFAULTS} --total-timesteps 500000 --num-envs 32 --num-steps 512 --seq-len 8 --hidden-size 128 "
+    "--num-minibatches 16"
 )
 FLAGS = {
     "unmasked": " -- --mask-actions False",
@@ -84,6 +118,7 @@ FLAGS = {
     "unmasked-less-entropy": " -- --mask-actions False --learning-rate 2.5e-4 --target-kl None --ent-coef 0.001",
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
+    "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-steps 128",
     "short-sequences": f" -- {SHORT_SEQUENCES}",
     "short-sequences-bfloat16": f" -- {SHORT_SEQUENCES} --bf16",
 }
@@ -154,8 +189,8 @@ NOTES = {
     "that the game would refuse. That is not known to be all of the distance on MicrortsRandomEnemyShapedReward3-v1: "
     "its three runs ended in the same local optimum, but another run of seed 1, on another machine, built light units "
     "instead of workers and reached 119.5. Counted by hand, the game allows about 112 to 130.",
-    "ppo_lstm": "The defaults were chosen among about fifteen settings on the seeds of the first row, and on seed 4; "
-    "only the second row tests them.",
+    "ppo_lstm": "The defaults were found by `python benchmark/tune.py memory`, on seeds from 1001, which no other row "
+    "uses.",
 }
 TITLES = {
     "ppo": "Classic control",
@@ -222,8 +257,8 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
         env_id, _, label = name.partition("__")
         returns = [float(run["mean_return"]) for run in runs]
         compared = [float(run["mean_return"]) for run in furthest(runs)]
-        mean = f"{statistics.mean(compared):.2f}"
-        mean += f" ± {statistics.pstdev(compared):.2f}" if len(compared) > 1 else ""
+        evaluated = [float(run["evaluation"]) for run in furthest(runs) if run.get("evaluation")]
+        mean = mean_and_std(compared)
         mean += f" ({len(compared)} of {len(runs)} seeds)" if len(compared) < len(runs) else ""
         theirs, source = published(script, name)
         steps = one_or_all([f"{int(run['global_step']):,}" for run in runs])
@@ -235,14 +270,35 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
                 steps,
                 ", ".join(f"{x:.2f}" for x in returns),
                 mean,
+                mean_and_std(evaluated) if evaluated else "",
                 f"{theirs} ({source})" if theirs else "",
                 one_or_all([run["commit"] for run in runs]),
                 minutes,
                 one_or_all([run["machine"] for run in runs]),
             ]
         )
-    columns = ["env", "seeds", "env steps", "mean return of the last 100 episodes", "mean ± std", "published"]
-    return table([*columns, "commit", "minutes", "machine"], lines)
+    columns = ["env", "seeds", "env steps", "mean return of the last 100 episodes", "mean ± std", "evaluation"]
+    return table([*columns, "published", "commit", "minutes", "machine"], lines)
+
+
+def mean_and_std(values: list[float]) -> str:
+    """As a table has it."""
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.pstdev(values):.2f}" if len(values) > 1 else "")
+
+
+def table_of_highest(rows: list[dict[str, str]]) -> str:
+    """A line per figure in HIGHEST and result of ours on its env, of runs that are at their end."""
+    lines = []
+    for (script, name), runs in group(rows, "script", "env_id").items():
+        env_id, _, label = name.partition("__")
+        evaluated = [float(run["evaluation"]) for run in furthest(runs) if run.get("evaluation")]
+        ours = mean_and_std([float(run["mean_return"]) for run in furthest(runs)])
+        ours = [str(len(furthest(runs))), ours, mean_and_std(evaluated) if evaluated else ""]
+        for figure, counted in HIGHEST.get((script, env_id), []) if label in ("", "own-settings") else ():
+            result = f"`{script}.py`, {env_id}" + (f", {LABELS[label]}" if label else "")
+            lines.append([result, *ours, figure, counted])
+    columns = ["script, env", "seeds", "training", "evaluation", "published", "by whom, and how it was counted"]
+    return table(columns, lines)
 
 
 def curves(path: Path, part: tuple[list[str], int] | None = None) -> dict[str, list[dict[str, str]]]:
@@ -262,9 +318,9 @@ def table_of_ends(script: str, names: list[str], part: tuple[list[str], int]) ->
         runs = curves(RESULTS / f"{script}__{name}.csv", part).values()
         ends = [[row for row in run if int(row["global_step"]) > last - 100_000] for run in runs]
         returns = [statistics.mean(float(row["episodic_return"]) for row in rows) for rows in ends]
-        mean = f"{statistics.mean(returns):.2f} ± {statistics.pstdev(returns):.2f}"
         env_id, _, label = name.partition("__")
-        lines.append([f"{env_id}, {LABELS[label]}", ", ".join(seeds), ", ".join(f"{x:.2f}" for x in returns), mean])
+        each = ", ".join(f"{x:.2f}" for x in returns)
+        lines.append([f"{env_id}, {LABELS[label]}", ", ".join(seeds), each, mean_and_std(returns)])
     window = f"{last / 1e6 - 0.1:g}M to {last / 1e6:g}M"
     return table(["env", "seeds", f"mean return from {window} steps", "mean ± std"], lines)
 
@@ -274,10 +330,15 @@ def commas(number: str) -> str:
     return f"{int(number):,}" if number.isdigit() else number
 
 
-def by_machine(rows: list[dict[str, str]], table_of: Callable) -> str:
-    """A table for each machine, under its name, the last one measured first."""
-    groups = group(rows[::-1], "machine")
-    return "\n".join(f"{machine}:\n\n{table_of(rows[::-1])}" for (machine,), rows in groups.items())
+def of_fastest(rows: list[dict[str, str]], table_of: Callable, speed: Callable) -> str:
+    """A table of the machine that is the fastest in the most settings, under its name; of those with a GPU another."""
+    texts = []
+    for of_device in group(rows, "device").values() if "device" in rows[0] else [rows]:
+        settings = group(of_device, *[name for name in SETTING if name in rows[0]]).values()
+        machines = [max(measured, key=speed)["machine"] for measured in settings]
+        fastest = statistics.mode(machines)
+        texts.append(f"{fastest}:\n\n{table_of([row for row in of_device if row['machine'] == fastest])}")
+    return "\n".join(texts)
 
 
 def by_setting(rows: list[dict[str, str]]) -> list[tuple[str, dict[str, str]]]:
@@ -313,17 +374,16 @@ def table_of_speeds(rows: list[dict[str, str]]) -> str:
 
 def table_of_parts(rows: list[dict[str, str]]) -> str:
     """A line per measurement of parts.csv: each part's microseconds per env step, its share, and what that limits."""
-    parts = ["policy", "envs", "advantages", "update", "rest"]
     mflop = {row["task"]: float(row["mflop"]) for row in read("flops.csv")}
     lines = []
     for task, row in by_setting(rows):
-        spent = {part: float(row[part]) for part in parts}
+        spent = {part: float(row[part]) for part in TIMES}
         total = sum(spent.values())
-        shares = [f"{spent[part]:.0f} ({spent[part] / total:.0%})" for part in parts]
+        shares = [f"{spent[part]:.0f} ({spent[part] / total:.0%})" for part in TIMES]
         speeds = [f"{1e6 / x:,.0f}" for x in (total, total - spent["policy"], spent["envs"])]
         gflops = f"{1e3 * mflop[row['task']] / spent['update']:.0f}" if row["task"] in mflop else ""
         lines.append([task, row["num_envs"], *shares, *speeds, gflops, row["commit"]])
-    titles = ["task", "envs", *(f"{part}, µs" for part in parts), "steps/s", "policy free", "envs alone"]
+    titles = ["task", "envs", *(f"{part}, µs" for part in TIMES), "steps/s", "policy free", "envs alone"]
     return table([*titles, "update, GFLOP/s", "commit"], lines)
 
 
@@ -339,7 +399,7 @@ def table_of_scripts() -> str:
     lines = []
     by_env = group(read("summary.csv"), "script", "env_id")
     for script, (actions, observations, env_id, millions, task, envs) in FRONT.items():
-        runs = by_env.get((script, f"{env_id}__fresh-seeds")) or by_env.get((script, env_id), [])
+        runs = by_env.get((script, env_id), [])
         longer = by_env.get((script, f"{env_id}__float32"), [])  # of two precisions the one that has come further
         steps_of = lambda rows: max((int(row["global_step"]) for row in rows), default=0)
         label = ", float32" if steps_of(longer) > steps_of(runs) else ""
@@ -373,7 +433,8 @@ def page() -> str:
         "unclipped, of whole training episodes with sampled actions. `commit` is the one whose script made the "
         "curve or, if that is not known, the one that added the curve. The arguments are the defaults except for the "
         "env, the seed and what the table names; `env steps` are those done so far. Curves are smoothed over a "
-        "fiftieth of a run. ± is the standard deviation over the seeds (NumPy's `std`). `published` are the returns in "
+        "fiftieth of a run. ± is the standard deviation over the seeds (NumPy's `std`). `evaluation` is the mean "
+        "return of 20 further episodes of each final agent, by the most likely action. `published` are the returns in "
         "[CleanRL's documentation](https://docs.cleanrl.dev/rl-algorithms/ppo/) and in "
         "[The 37 Implementation Details of PPO]"
         "(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/).\n",
@@ -410,15 +471,22 @@ def page() -> str:
         parts.append(f"## {title}\n\n{text}\n\n```bash\n{command.format(seeds=' '.join(seeds))}\n```\n")
         parts.append(lines)
         parts.append(f"![Learning curves]({key}.png)\n")
+    parts.append("## Against the highest published returns\n")
+    parts.append(
+        "What others report was counted in several ways; `training` and `evaluation` are as above, over the seeds that "
+        "have got to the end.\n"
+    )
+    parts.append(table_of_highest(results))
     parts.append("## Speed\n")
     parts.append(
         "Env steps per second, updates included, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for "
         "the LSTM, sb3-contrib's RecurrentPPO) in turn, on the same settings, except that ours computes Atari in "
         "bfloat16 where the hardware has it, RecurrentPPO sees the velocities, and each uses its own default number of "
-        "threads. Given are medians, and the median of the pairs' ratios. Rows of commit 94fb592 are means of whole "
-        "runs; later ones leave out the first iteration.\n"
+        "threads. Given are medians, and the median of the pairs' ratios, on the fastest machine; the other machines' "
+        "rows are in benchmark/results. Rows of commit 94fb592 are means of whole runs; later ones leave out the first "
+        "iteration.\n"
     )
-    parts.append(by_machine(read("throughput.csv"), table_of_speeds))
+    parts.append(of_fastest(read("throughput.csv"), table_of_speeds, lambda row: float(row["ours"])))
     settings = [f"`{task}`: `{script}.py {flags(changes)}`" for task, (script, changes) in OURS.items() if changes]
     parts.append(f"A task has the defaults of its script, except for {'; '.join(settings)}.\n")
     if rows := read("parts.csv"):
@@ -437,7 +505,7 @@ def page() -> str:
             "compiled is too slow by what is in its `envs`: garbage collections that no longer search what was "
             "compiled.)\n"
         )
-        parts.append(by_machine(rows, table_of_parts))
+        parts.append(of_fastest(rows, table_of_parts, lambda row: -sum(float(row[part]) for part in TIMES)))
     if rows := read("threads.csv"):
         parts.append("## Threads\n")
         parts.append(
@@ -447,14 +515,14 @@ def page() -> str:
             "then sleep. The other scripts use one thread. 64 threads are what a host with 64 cores would lead to, of "
             "which the process may use two.\n"
         )
-        parts.append(by_machine(rows, table_of_threads))
+        parts.append(of_fastest(rows, table_of_threads, lambda row: float(row["steps/s"])))
     if rows := read("scaling.csv"):
         parts.append("## Cost as work grows\n")
         parts.append(
             "By `python benchmark/throughput.py --scaling --alone`: each task with more envs, all else at its default: "
             "the batch and its minibatches grow with the envs, up to 32,768 steps.\n"
         )
-        parts.append(by_machine(rows, table_of_speeds))
+        parts.append(of_fastest(rows, table_of_speeds, lambda row: float(row["ours"])))
         parts.append("![Speed and memory against the number of envs](scaling.png)\n")
     missing = [f"{script}.py on {env}" for script, env in PUBLISHED if not list(RESULTS.glob(f"{script}__{env}*.csv"))]
     if missing:

@@ -45,13 +45,14 @@ ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in w
 SHORT_SEQUENCES = dict(
     num_envs=32, num_steps=512, update_epochs=10, seq_len=8, hidden_size=128, num_minibatches=16, torch_threads=0
 )
+LONG_SEQUENCES = dict(num_steps=128, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)
 # task: script, its arguments where they differ from the defaults
 OURS = {
     "cartpole": ("ppo", {}),
     "breakout": ("ppo_atari", {}),
     "breakout-float32": ("ppo_atari", dict(bf16=False)),
     "halfcheetah": ("ppo_continuous_action", {}),
-    "cartpole-lstm": ("ppo_lstm", dict(num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)),
+    "cartpole-lstm": ("ppo_lstm", LONG_SEQUENCES),
     "cartpole-lstm-short-sequences": ("ppo_lstm", SHORT_SEQUENCES),
     "cartpole-lstm-short-sequences-bfloat16": ("ppo_lstm", SHORT_SEQUENCES | dict(bf16=True)),
     "breakout-lstm": ("ppo_atari_lstm", {}),

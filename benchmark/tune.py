@@ -10,6 +10,7 @@ below the median of the earlier trials' at the same step of the same env ends it
 
 benchmark/results/tune__SEARCH.csv has a row per run: the settings, the seed, the mean return at each tenth of the run.
 It is all that the search knows: the same command goes on from it. A run that was cut short is resumed in --work-dir.
+Only one process at a time: two would overwrite each other's rows.
 """
 
 import argparse

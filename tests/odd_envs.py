@@ -1,7 +1,10 @@
 """Envs as users write them, each odd in one way: `odd_envs:Odd-v0` with env_kwargs {"what": the way}."""
 
+import multiprocessing
+import os
 import random
 import sys
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +18,11 @@ DRAWS = {  # two numbers from 0 to 1, from a source of randomness that is not en
     "its observation space": lambda env: env.observation_space.sample(),
     "its action space": lambda env: [sum(env.action_space.sample() / 2.0**k for k in range(1, 24)), 0.0],
     "torch": lambda env: torch.rand(2).numpy(),
+    "a wrapper's space": lambda env: np.zeros(2),
+}
+BEGINNINGS = {  # what a constructor does besides
+    "seeds torch": lambda: torch.manual_seed(0),
+    "moves": lambda: os.chdir(os.sep),
 }
 INFOS = {
     "ragged": lambda t: {"path": np.zeros(t + 1)},
@@ -52,6 +60,10 @@ class Odd(gym.Env):
         self.what, self.since, self.count = what, since, 0
         self.observation_space = MISFITS[what][0] if what in MISFITS else Box(0, 1, (2,), np.float32)
         self.action_space = ACTION_SPACES[actions]()
+        BEGINNINGS.get(what, lambda: None)()
+        if what == "a process":
+            self.process = multiprocessing.Process(target=time.sleep, args=(10_000,))
+            self.process.start()
 
     def observe(self):
         self.count += 1
@@ -68,6 +80,8 @@ class Odd(gym.Env):
         self.t += 1
         if self.what == "sys.exit" and self.count == 20:
             sys.exit()
+        if self.what == "stuck" and self.count == 100:
+            sum(range(10**13))  # for hours, and not in Python
         number = NUMBERS.get(self.what, lambda x: x)
         info = INFOS.get(self.what, lambda t: {})(self.t)
         return self.observe(), number(1.0), number(self.t == 8), number(False), info
@@ -75,6 +89,11 @@ class Odd(gym.Env):
     def close(self):
         if self.what == "close":
             raise OSError("the window is gone")
+        if self.what == "close exits":
+            sys.exit()
+        if self.what == "a process":
+            self.process.terminate()
+            self.process.join()
 
 
 class Learner(Odd):
@@ -85,5 +104,17 @@ class Learner(Odd):
         return super().step(action)
 
 
+class Sampling(gym.ObservationWrapper):
+    """Observes samples of a space of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(Odd(**kwargs))
+        self.observation_space = Box(0, 1, (2,), np.float32)
+
+    def observation(self, obs):
+        return self.observation_space.sample()
+
+
 gym.register("Odd-v0", entry_point=Odd)
+gym.register("Sampling-v0", entry_point=Sampling)
 gym.register("Learner-v0", entry_point=Learner)

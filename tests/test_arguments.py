@@ -214,6 +214,18 @@ def test_an_observation_space_that_cannot_be_flat():
     assert os.listdir() == []
 
 
+def test_sizes_follow_the_fields(script):
+    """Catches: args.num_envs = 16 that trains another number of steps than it says."""
+    args = small_args(script)
+    before = args.batch_size
+    args.num_envs *= 2
+    assert (args.batch_size, args.minibatch_size) == (2 * before, 2 * before // args.num_minibatches)
+    args.total_timesteps = 2.0 * args.batch_size  # a float, as 1e6 is
+    assert args.num_iterations == 2
+    run_dir = script.train(args)
+    assert script.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == 2 * args.batch_size
+
+
 def test_sizes(script):
     """Catches: derived sizes that disagree with the flags, and good values at the edge that are refused."""
     args = small_args(script)

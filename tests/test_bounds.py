@@ -33,6 +33,20 @@ class Target(gym.Env):
         return np.zeros(1, np.float32), max(0.0, 1 - 4 * distance), self.t == 8, False, {}
 
 
+class Mixed(Target):
+    """An action of no width, one without an upper bound, one as wide as floats are, and one that is mapped."""
+
+    def __init__(self):
+        wide = np.finfo(np.float32).max
+        self.action_space = Box(np.float32([2, 0, -wide, 0.7]), np.float32([2, np.inf, wide, 0.9]))
+        self.received = []
+
+    def step(self, action):
+        assert action in self.action_space, action
+        self.received.append(action)
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
 class Unbounded(Target):
     """Its actions have no bounds, or one."""
 
@@ -46,6 +60,7 @@ class Unbounded(Target):
 
 gym.register("Target-v0", entry_point=Target)
 gym.register("NoBounds-v0", entry_point=Unbounded)
+gym.register("Mixed-v0", entry_point=Mixed)
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -88,6 +103,14 @@ def test_infinite_bounds_stay(box_script):
         received, space = receive(box_script, "NoBounds-v0", actions)
         assert received.tolist() == actions
         assert not space.is_bounded()
+
+
+def test_each_component_has_bounds_of_its_own(box_script):
+    """Catches: NaN where bounds meet, infinity where they are as wide as floats, an action between them that is always
+    at one, as another has none, and an action that rounding takes past its bound."""
+    received, space = receive(box_script, "Mixed-v0", [[0.5, 3, 4, -1], [-7, -3, -4, 0], [0, 0, 0, 1]])
+    np.testing.assert_allclose(received, [[2, 3, 4, 0.7], [2, 0, -4, 0.8], [2, 0, 0, 0.9]], rtol=1e-6)
+    assert (space.low[3], space.high[3], space.high[1]) == (-1, 1, np.inf)
 
 
 @pytest.mark.parametrize(("low", "high"), [(50, 100), (-0.01, 0.01)])

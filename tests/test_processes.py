@@ -174,7 +174,7 @@ def stop_and_resume(rank: int) -> None:
     def signalled(*args):
         calls.append(args)
         if rank == 1 and len(calls) == 2:
-            script.note_signal(signal.SIGTERM, None)
+            script.note_signal(os.getpid(), signal.SIGTERM, None)
         return compute_gae(*args)
 
     script.compute_gae = signalled

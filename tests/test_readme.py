@@ -106,15 +106,37 @@ def test_the_tables_follow_the_files(monkeypatch, tmp_path):
     """The page would say the same whatever the files hold, or mix a run's beginning into a mean."""
     report = importlib.import_module("report")
     (tmp_path / "summary.csv").write_text(
-        "script,env_id,seed,global_step,episodes,mean_return,commit,minutes,machine\n"
-        "ppo,CartPole-v1,1,499712,100,480.00,abc1234,3,2 cores\n"
-        "ppo,CartPole-v1,2,499712,100,500.00,abc1234,4,2 cores\n"
-        "ppo,CartPole-v1,3,100352,100,20.00,abc1234,1,2 cores\n"
+        "script,env_id,seed,global_step,episodes,mean_return,commit,minutes,machine,evaluation\n"
+        "ppo,CartPole-v1,1,499712,100,480.00,abc1234,3,2 cores,499.00\n"
+        "ppo,CartPole-v1,2,499712,100,500.00,abc1234,4,2 cores,500.00\n"
+        "ppo,CartPole-v1,3,100352,100,20.00,abc1234,1,2 cores,\n"
+        "ppo_lstm,CartPole-v1,1,99840,100,490.00,abc1234,3,2 cores,\n"
+        "ppo_lstm,CartPole-v1__former-defaults,1,99840,100,400.00,abc1234,3,2 cores,\n"
     )
     (tmp_path / "throughput.csv").write_bytes((report.RESULTS / "throughput.csv").read_bytes())
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert "480.00, 500.00, 20.00 | 490.00 ± 10.00 (2 of 3 seeds) | 490.04 ± 6.12 (CleanRL) |" in report.page()
+    seeds = "480.00, 500.00, 20.00 | 490.00 ± 10.00 (2 of 3 seeds) | 499.50 ± 0.50 | 490.04 ± 6.12 (CleanRL) |"
+    assert seeds in report.page()
+    highest = report.table_of_highest(report.read("summary.csv")).splitlines()[2:]
+    assert [line.rpartition(" | ")[0] for line in highest] == [
+        "| `ppo_lstm.py`, CartPole-v1 | 1 | 490.00 |  | 500",
+        "| `ppo_lstm.py`, CartPole-v1 | 1 | 490.00 |  | 402 ± 52",
+    ]
     assert "| 0.5M | 2 | 490.0 | 490.0 |" in report.table_of_scripts()
+
+
+def test_speeds_are_those_of_the_fastest_machine():
+    """Catches: a table of a machine that is ahead in one setting only, of several machines, or of no GPU."""
+    report = importlib.import_module("report")
+    speeds = dict(a=[1, 2, 9], b=[3, 3, 3], c=[2, 1, 1])
+    rows = [
+        dict(task=str(task), machine=machine, ours=str(speed), device="cpu")
+        for machine, of_tasks in speeds.items()
+        for task, speed in enumerate(of_tasks)
+    ]
+    rows.append(dict(task="0", machine="a, H100", ours="99", device="cuda"))
+    names = lambda rows: " ".join(row["machine"] for row in rows)
+    assert report.of_fastest(rows, names, lambda row: float(row["ours"])) == "b:\n\nb b b\na, H100:\n\na, H100"
 
 
 def test_a_comparison_is_of_the_same_seeds_and_steps(monkeypatch, tmp_path):

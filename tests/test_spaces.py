@@ -19,9 +19,9 @@ FLOATS = {"Float16Box": Box(-1, 1, (2,), np.float16), "Float64Box": Box(-1, 1, (
 
 WIDE = {"WideBox": Box(-0.1, 0.1, (2, 3), np.float32)}
 SHIFTED = {
-    "ppo": ("ShiftedDiscrete", Discrete(2, start=5)),
-    "ppo_lstm": ("ShiftedDiscrete", Discrete(2, start=5)),
-    "ppo_multidiscrete": ("ShiftedMultiDiscrete", MultiDiscrete([2, 3], start=[5, 7])),
+    "ppo": ("ShiftedDiscrete", Discrete(2, start=5, dtype=np.int32)),
+    "ppo_lstm": ("ShiftedDiscrete", Discrete(2, start=5, dtype=np.int32)),
+    "ppo_multidiscrete": ("ShiftedMultiDiscrete", MultiDiscrete([2, 3], start=[5, 7], dtype=np.uint8)),
 }
 
 
@@ -40,7 +40,7 @@ class Walk(gym.Env):
 
     def step(self, action):
         self.steps += 1
-        assert self.action_space.contains(np.asarray(action).astype(self.action_space.dtype)), action
+        assert action in self.action_space, repr(action)
         return self.np_random.normal(size=3).astype(np.float32), float(np.sum(action)), self.steps == 5, False, {}
 
 

@@ -43,7 +43,8 @@ def observe(args, seeds: list[int], steps: int = 20) -> np.ndarray:
 def test_all_randomness_is_the_seeds(source, vectorization):
     """Catches: 16 processes with the state of one generator, which play the same levels; a --seed that does not reach
     numpy's and Python's global generators, torch's, or those of the env's spaces."""
-    args = odd_args(ppo, source, vectorization=vectorization)
+    env_id = "odd_envs:Sampling-v0" if source == "a wrapper's space" else "odd_envs:Odd-v0"
+    args = odd_args(ppo, source, vectorization=vectorization, env_id=env_id)
     seen = observe(args, [1, 2, 3])
     assert np.array_equal(observe(args, [1, 2, 3]), seen)
     assert not np.array_equal(observe(args, [4, 5, 6]), seen)
@@ -73,6 +74,28 @@ def test_a_seed_fixes_training_and_evaluations_change_nothing(source):
     runs = [ppo.train(odd_args(ppo, source, checkpoint_every=1, **more)) for more in ({}, dict(eval_every=1))]
     assert same_parameters(*runs)
     assert not same_parameters(runs[0], ppo.train(odd_args(ppo, source, seed=2)))
+
+
+def test_an_env_does_not_seed_the_network():
+    """Catches: runs of all seeds that begin with the same network, for an env's constructor seeds torch."""
+    same = dict(learning_rate=1e-12, eval_episodes=0)
+    runs = [ppo.train(odd_args(ppo, "seeds torch", seed=seed, **same)) for seed in (1, 2)]
+    first, second = (ppo.load_checkpoint(run / "checkpoint.pt")["agent"] for run in runs)
+    assert not torch.allclose(first["actor.0.weight"], second["actor.0.weight"], atol=0.01)
+
+
+def test_an_env_that_moves():
+    """Catches: a run's files in the folder to which an env's constructor has changed, a resume that looks there."""
+    here = Path.cwd()
+    args = odd_args(ppo, "moves", eval_episodes=1)
+    run_dir = ppo.train(args)
+    assert run_dir.parent == here / "runs"
+    assert Path.cwd() == Path(os.sep)
+    os.chdir(here)
+    more = ppo.saved_args(run_dir.relative_to(here), total_timesteps=2 * args.total_timesteps)
+    assert ppo.train(more) == run_dir
+    assert ppo.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == more.total_timesteps
+    os.chdir(here)
 
 
 def test_the_callers_generators_are_as_before():
@@ -144,9 +167,10 @@ def test_an_env_that_exits(launcher, vectorization):
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_env_whose_close_fails(vectorization, capfd):
+@pytest.mark.parametrize("what", ["close", "close exits"])
+def test_an_env_whose_close_fails(what, vectorization, capfd):
     """Catches: an evaluation, or the end of a run, that fails for an env has no window to close any more."""
-    run_dir = ppo.train(odd_args(ppo, "close", vectorization=vectorization, eval_episodes=1))
+    run_dir = ppo.train(odd_args(ppo, what, vectorization=vectorization, eval_episodes=1))
     assert read_scalars(run_dir)["eval/episodic_return"] == [(128, 8.0)]
 
 
@@ -182,6 +206,24 @@ def test_an_env_that_is_killed(launcher):
     assert told in process.stderr
     os.kill(workers[1], signal.SIGALRM)  # which it set itself, so that it ends within 30 seconds
     assert process.wait() == 1
+
+
+def test_an_env_that_is_stuck(launcher):
+    """Catches: a run that no Ctrl-C ends, as an env's process computes for ever; a process that survives it."""
+    process, workers = start_async(launcher, env_id="odd_envs:Odd-v0", env_kwargs='{"what": "stuck"}')
+    for told in ("stopping after this iteration", "interrupted"):
+        process.send(signal.SIGINT)
+        wait_until(lambda told=told: told in process.stderr or not process.running())
+    assert process.wait() == 130, process.stderr
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_an_envs_own_process_can_be_ended(launcher):
+    """Catches: a run that hangs at its end, for what an env has forked does as training does upon a signal: go on."""
+    options = dict(env_id="odd_envs:Odd-v0", env_kwargs='{"what": "a process"}', eval_episodes=1)
+    result = launcher.run("ppo", *flags(**SMALL["ppo"] | options))
+    assert result.returncode == 0, result.stderr
+    assert "evaluation: mean return 8.00" in result.stdout
 
 
 def test_torch_in_an_envs_process():
