@@ -146,7 +146,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         if isinstance(env.action_space, Discrete) and (start := env.action_space.start):  # ours is 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
         if isinstance(space := env.action_space, Box) and space.dtype.kind == "f":
-            bounded = (space.low < space.high) & (np.float64(space.high) - space.low < 1e30)
+            bounded = np.float64(space.high) - space.low < 1e30
             low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
             middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
             # the env gets the clipped action, the loss the sampled one [cont 5]
