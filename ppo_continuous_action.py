@@ -73,31 +73,31 @@ class Args:
     # environment
     env_id: str = "HalfCheetah-v5"  # a registered id, or "module:Name-v0" to import the module that registers it
     env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"ctrl_cost_weight": 0.2}'
-    num_envs: int = 1  # N, parallel envs [core 1]; 1 to 64
+    num_envs: int = 64  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 
     # algorithm
     total_timesteps: int = 1_000_000  # env steps in the whole run
     patience: int = 0  # end the run after so many iterations without a better mean return; 0: never
     learning_rate: float = 3e-4  # Adam's step size; 1e-4 to 2e-3
-    num_steps: int = 2048  # T, steps per env and rollout; 64 to 2048
+    num_steps: int = 32  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 32  # minibatches per epoch, a divisor of the batch; 1 to 32
+    num_minibatches: int = 8  # minibatches per epoch, a divisor of the batch; 1 to 32
     update_epochs: int = 10  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
-    clip_vloss: bool = True  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
+    clip_vloss: bool = False  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.0  # weight of the entropy bonus; 0 to 0.01
-    vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
+    vf_coef: float = 0.25  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6] [cont 7]
     norm_reward: bool = True  # divide rewards by the running std of discounted sums, clip to ±10 [cont 8] [cont 9]
-    log_std_init: float = 0.0  # log of the policy's initial standard deviation; -2 to 0
+    log_std_init: float = -1.0  # log of the policy's initial standard deviation; -2 to 0
     learn_log_std: bool = True  # learn the standard deviation; off: it keeps its initial value
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)

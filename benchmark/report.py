@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import learning_curves
+from throughput import CLEANRL as CLEANRL_SETTINGS
 from throughput import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "docs" / "results.md"
+SETTINGS = ROOT / "docs" / "settings.md"
 README = ROOT / "README.md"
 START, END = "<!-- scripts -->\n", "<!-- /scripts -->\n"
 
@@ -76,7 +78,7 @@ HIGHEST = {
 # script: actions, observations, default task, millions of steps there; name and envs of that task in throughput.csv
 FRONT = {
     "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole", 4),
-    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah", 1),
+    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah-64", 64),
     "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout", 8),
     "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.1, "cartpole-lstm", 8),
     "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
@@ -96,6 +98,7 @@ LABELS = {
     "": "bfloat16, the default",
     "unmasked": "no masks",
     "unmasked-published-settings": "no masks, the published settings",
+    "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
     "float32": "float32",
     "former-defaults": "150k steps, the defaults before those of today",
@@ -106,6 +109,22 @@ LABELS = {
     "unmasked-less-entropy": "a tenth of the entropy bonus",
     "short-sequences": "sequences of 8, float32",
     "short-sequences-bfloat16": "sequences of 8, bfloat16",
+}
+
+
+def flags(changes: dict) -> str:
+    """Arguments as they are typed: of the booleans only those that may be None take a value."""
+    words = []
+    for name, value in changes.items():
+        flag, plain = name.replace("_", "-"), isinstance(value, bool) and name != "mask_actions"
+        words += [f"--{flag}" if value else f"--no-{flag}"] if plain else [f"--{flag}", str(value)]
+    return " ".join(words)
+
+
+# settings with which a task gains much, where they differ from the defaults
+OWN_SETTINGS = {
+    ("ppo_continuous_action", "Hopper-v5"): dict(learning_rate=1e-3, log_std_init=-0.5),
+    ("ppo_continuous_action", "Ant-v5"): dict(log_std_init=-0.5),
 }
 FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip"
 SHORT_SEQUENCES = (
@@ -118,6 +137,7 @@ FLAGS = {
     "unmasked-less-entropy": " -- --mask-actions False --learning-rate 2.5e-4 --target-kl None --ent-coef 0.001",
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
+    "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
     "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-steps 128",
     "short-sequences": f" -- {SHORT_SEQUENCES}",
     "short-sequences-bfloat16": f" -- {SHORT_SEQUENCES} --bf16",
@@ -128,7 +148,7 @@ COMPARISONS = {
         "What bootstrapping at a time limit buys",
         "ppo_continuous_action",
         ["Pendulum-v1__bootstrap", "Pendulum-v1__time-limit-as-end"],
-        "python benchmark/bootstrap.py --seeds {seeds} -- --total-timesteps 300000",
+        f"python benchmark/bootstrap.py --seeds {{seeds}} -- --total-timesteps 300000 {flags(CLEANRL_SETTINGS)}",
         "Pendulum never terminates: its episodes are cut after 200 steps. Compared are the script, and the script with "
         "one line changed, so that the cut counts as termination, after which no reward is expected, as in many "
         "scripts. This is where it matters most; a case in which seeds differ more than the two is "
@@ -225,23 +245,16 @@ def one_or_all(values: list[str]) -> str:
     return ", ".join(value if len(runs) == 1 else f"{value} × {number}" for value, number in runs)
 
 
-def flags(changes: dict) -> str:
-    """Arguments as they are typed: of the booleans only those that may be None take a value."""
-    words = []
-    for name, value in changes.items():
-        flag, plain = name.replace("_", "-"), isinstance(value, bool) and name != "mask_actions"
-        words += [f"--{flag}" if value else f"--no-{flag}"] if plain else [f"--{flag}", str(value)]
-    return " ".join(words)
-
-
 def table(columns: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
 
 
 def published(script: str, name: str) -> tuple[str, str]:
-    """What others report of an env and label, and who; two empty texts for none. float32 is no other task."""
-    return PUBLISHED.get((script, name.removesuffix("__float32")), ("", ""))
+    """What others report of an env and label, and who; two empty texts for none. Settings make no other task."""
+    for label in ("float32", "cleanrl-settings", "own-settings"):
+        name = name.removesuffix(f"__{label}")
+    return PUBLISHED.get((script, name), ("", ""))
 
 
 def furthest(runs: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -454,9 +467,11 @@ def page() -> str:
             seeds = " ".join(sorted({run["seed"] for run in runs}, key=int))
             named[label, seeds].append(env_id.replace("hidden-", "hidden:"))  # the module of that env
         for (label, seeds), envs in sorted(named.items()):
-            command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {' '.join(envs)}"
-            command += f" --seeds {seeds}" + (f" --label {label}" if label else "")
-            commands.append(command + FLAGS.get(label, ""))
+            for some in [[env] for env in envs] if label == "own-settings" else [envs]:
+                command = f"python benchmark/learning_curves.py --script {script}.py --env-ids {' '.join(some)}"
+                command += f" --seeds {seeds}" + (f" --label {label}" if label else "")
+                own = f" -- {flags(OWN_SETTINGS[script, some[0]])}" if label == "own-settings" else ""
+                commands.append(command + FLAGS.get(label, own))
         parts.append("```bash\n" + "\n".join(commands) + "\n```\n")
         if script in NOTES:
             parts.append(NOTES[script] + "\n")
@@ -529,6 +544,29 @@ def page() -> str:
         parts.append("## Not run\n")
         parts.append("Published by others, and not run here so far: " + ", ".join(missing) + ".\n")
     return "\n".join(parts)
+
+
+def page_of_settings() -> str:
+    """The text of docs/settings.md."""
+    by_env = group(read("summary.csv"), "script", "env_id")
+    lines = []
+    for (script, env_id), changes in OWN_SETTINGS.items():
+        command = f"`python {script}.py --env-id {env_id} {flags(changes)}`"
+        for name, label in ((f"{env_id}__own-settings", command), (env_id, "the defaults")):
+            runs = furthest(by_env.get((script, name), []))
+            evaluated = [float(run["evaluation"]) for run in runs if run.get("evaluation")]
+            trained = mean_and_std([float(run["mean_return"]) for run in runs]) if runs else "not run yet"
+            played = mean_and_std(evaluated) if evaluated else ""
+            steps = commas(max((run["global_step"] for run in runs), key=int, default=""))
+            lines.append([env_id, label, steps, str(len(runs)), trained, played])
+    columns = ["env", "command", "env steps", "seeds", "training", "evaluation"]
+    return (
+        "# Settings of their own\n\n"
+        "The defaults of a script are one setting for all of its envs. Where an env gains much from its own, it is "
+        "here, beside the defaults on the same env; `training` and `evaluation` are as in [results.md](results.md). "
+        "All were found by `python benchmark/tune.py mujoco` and by hand, on seeds from 1001, which are in "
+        "`benchmark/results/tune__mujoco.csv`; the seeds of this table are others.\n\n" + table(columns, lines)
+    )
 
 
 def smooth(steps, returns, width: int = 50):
@@ -673,6 +711,7 @@ def main() -> None:
     if rows := read("scaling.csv"):
         draw_scaling(rows)
     PAGE.write_text(page())
+    SETTINGS.write_text(page_of_settings())
     before, _, rest = README.read_text().partition(START)
     README.write_text(before + START + table_of_scripts() + END + rest.partition(END)[2])
     for key, (_, script, names, *_) in COMPARISONS.items():

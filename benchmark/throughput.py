@@ -45,13 +45,15 @@ ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in w
 SHORT_SEQUENCES = dict(
     num_envs=32, num_steps=512, update_epochs=10, seq_len=8, hidden_size=128, num_minibatches=16, torch_threads=0
 )
+CLEANRL = dict(num_envs=1, num_steps=2048, num_minibatches=32, clip_vloss=True, vf_coef=0.5, log_std_init=0.0)
 LONG_SEQUENCES = dict(num_steps=128, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)
 # task: script, its arguments where they differ from the defaults
 OURS = {
     "cartpole": ("ppo", {}),
     "breakout": ("ppo_atari", {}),
     "breakout-float32": ("ppo_atari", dict(bf16=False)),
-    "halfcheetah": ("ppo_continuous_action", {}),
+    "halfcheetah": ("ppo_continuous_action", CLEANRL),
+    "halfcheetah-64": ("ppo_continuous_action", {}),
     "cartpole-lstm": ("ppo_lstm", LONG_SEQUENCES),
     "cartpole-lstm-short-sequences": ("ppo_lstm", SHORT_SEQUENCES),
     "cartpole-lstm-short-sequences-bfloat16": ("ppo_lstm", SHORT_SEQUENCES | dict(bf16=True)),
@@ -59,8 +61,9 @@ OURS = {
     "microrts-mining": ("ppo_multidiscrete", {}),
     "microrts-mining-unmasked": ("ppo_multidiscrete", dict(mask_actions=False)),
 }
-DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "cartpole-lstm", "breakout-lstm", "microrts-mining"]
-WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "cartpole-lstm"}
+DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "halfcheetah-64", "cartpole-lstm", "breakout-lstm"]
+DEFAULT_TASKS += ["microrts-mining"]
+WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "halfcheetah-64", "cartpole-lstm"}
 LARGEST_BATCH = 32_768  # steps, with a given number of envs
 SETTING = ["task", "num_envs", "processes", "device", "compiled"]
 COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]

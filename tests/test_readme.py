@@ -96,6 +96,7 @@ def test_results_are_those_of_the_files():
     report = importlib.import_module("report")
     again = "`python benchmark/report.py` writes it anew"
     assert report.PAGE.read_text() == report.page(), f"docs/results.md is not that of benchmark/results: {again}"
+    assert report.SETTINGS.read_text() == report.page_of_settings(), f"docs/settings.md is an old one: {again}"
     assert report.table_of_scripts() in README.read_text(), f"the README's table is not that of the results: {again}"
     for script in report.TITLES:
         drawn = (ROOT / "docs" / f"curves_{script}.png").exists()
