@@ -6,12 +6,12 @@ Resume:    python ppo_continuous_action.py --resume runs/HalfCheetah-v5__ppo_con
 Evaluate:  python ppo_continuous_action.py --evaluate runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000
 
 Differs from ppo.py in: the policy (a diagonal Gaussian), observations and rewards normalised by running statistics
-that belong to the agent, and the defaults of the MuJoCo experiments.
+that belong to the agent, and defaults that were searched for on MuJoCo.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
 Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's.
-With `torchrun --nproc-per-node 2 ppo_continuous_action.py --num-envs 2` each of two processes has half of N, B and M.
+With `torchrun --nproc-per-node 2 ppo_continuous_action.py` each of two processes has half of N, B and M.
 
 You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
 """
