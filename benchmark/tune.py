@@ -1,6 +1,6 @@
 """Search for settings of a script that are good on all of several envs, with Optuna.
 
-Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory: see SEARCHES)
+Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory, microrts: see SEARCHES)
        python benchmark/tune.py mujoco --best 3 --seeds 1002 1003   (the best so far, on further seeds)
 
 A trial trains its settings on each env of the search, on one seed or a few. Seeds are 1001 and up, which no reported
@@ -40,7 +40,8 @@ FIRST_SEED = 1001
 class Search:
     """A script, the return of each env that is a score of 1, the values to choose from, and settings to begin with.
 
-    Settings are arguments of the script. What they do not name is as `fixed` says, else the script's default.
+    Settings are arguments of the script. What they do not name is as `fixed` says, else the script's default. After its
+    id, an env may have flags of its own.
     """
 
     script: str
@@ -97,6 +98,22 @@ SEARCHES = {
         total_timesteps=100_000,
         seeds=4,
     ),
+    "microrts": Search(
+        script="ppo_multidiscrete.py",
+        goals={
+            "MicrortsAttackShapedReward-v1": 19.2,
+            "MicrortsMining-v1": 39.9,
+            "MicrortsMining-v1 --mask-actions False": 39.0,
+        },
+        space=dict(
+            learning_rate=[2.5e-4, 5e-4, 1e-3],
+            ent_coef=[0.001, 0.002, 0.003, 0.005],
+            target_kl=[0.015, None],
+            clip_vloss=[True, False],
+        ),
+        begin=[dict(learning_rate=3e-4, ent_coef=0.003, target_kl=0.015, clip_vloss=True)],
+        total_timesteps=2_000_000,
+    ),
 }
 
 
@@ -130,7 +147,8 @@ class Tuner:
         go_on is called with each tenth of the run's steps, 1 to 10, and the mean return there; False ends the run.
         """
         key = json.dumps(settings), env_id, str(seed)
-        total, exp_name = self.search.total_timesteps, f"tune-{zlib.crc32(key[0].encode()):08x}"
+        env_id, *flags = env_id.split()
+        total, exp_name = self.search.total_timesteps, f"tune-{zlib.crc32(' '.join([key[0], *flags]).encode()):08x}"
         name, tenths = f"{file_name(env_id)}__{exp_name}__{seed}", []
         if key in self.rows:
             known = self.rows[key]["tenths"].split()
@@ -139,8 +157,8 @@ class Tuner:
             return len(known) == 10
         folders = lambda: sorted((self.work_dir / "runs").glob(f"{name}__*"))
         command = [sys.executable, str(ROOT / self.search.script), *to_flags(self.search.fixed | settings)]
-        command += ["--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name, "--total-timesteps", str(total)]
-        command += ["--resume", str(folders()[-1])] if folders() else []
+        command += [*flags, "--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
+        command += ["--total-timesteps", str(total), *(["--resume", str(folders()[-1])] if folders() else [])]
         paths = os.pathsep.join([str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
         options = dict(cwd=self.work_dir, env=os.environ | {"PYTHONPATH": paths}, text=True)
         with (

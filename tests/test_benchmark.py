@@ -294,10 +294,11 @@ if __name__ == "__main__":
 
 def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     """Catches: a trial that is judged by one env alone, or by another's goal; known runs trained again; tuning on a
-    reported seed; a run that is below the others and goes on; a trial that was ended, taken for a whole one."""
+    reported seed; a run that is below the others and goes on; a trial that was ended, taken for a whole one; an env's
+    own flags left out."""
     Path("chatty.py").write_text(CHATTY)
     space = dict(learning_rate=[1e-3, 1e-9], num_steps=[32])
-    goals = {"CartPole-v1": 100.0, "CartPole-v0": 50.0}
+    goals = {"CartPole-v1": 100.0, "CartPole-v0 --gamma 0.9": 50.0}
     search = tune.Search(str(tmp_path / "chatty.py"), goals, space, fixed=dict(num_envs=4), total_timesteps=2560)
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     monkeypatch.setitem(tune.SEARCHES, "quick", search)
@@ -306,18 +307,18 @@ def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     told = []
     assert first.run(good, "CartPole-v1", 1001, lambda *what: told.append(what) is None)
     assert first.value(good) == 0  # the other env is missing
-    assert first.run(good, "CartPole-v0", 1001, lambda *_: True)
+    assert first.run(good, "CartPole-v0 --gamma 0.9", 1001, lambda *_: True)
     assert not first.run(bad, "CartPole-v1", 1001, lambda tenth, _: tenth < 4)
     assert first.value(bad) == 0
     assert [tenth for tenth, _ in told] == list(range(1, 11))
     (run_dir,) = Path("runs").glob("CartPole-v0__*")
     args = torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]
     given = dict(seed=1001, learning_rate=1e-3, num_envs=4, num_steps=32, total_timesteps=2560, env_id="CartPole-v0")
-    assert args.items() >= given.items()
+    assert args.items() >= (given | dict(gamma=0.9)).items()
 
     with open(tmp_path / "tune__quick.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["env_id"] for row in rows] == ["CartPole-v1", "CartPole-v0", "CartPole-v1"]
+    assert [row["env_id"] for row in rows] == ["CartPole-v1", "CartPole-v0 --gamma 0.9", "CartPole-v1"]
     assert [len(row["tenths"].split()) for row in rows] == [10, 10, 4]
     assert [row["global_step"] for row in rows[:2]] == ["2560", "2560"]
     assert 1024 <= int(rows[2]["global_step"]) < 2560
