@@ -76,7 +76,7 @@ class Args:
     # environment
     env_id: str = "CartPole-v1"  # a registered id, or "module:Name-v0" to import the module that registers it
     env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"sutton_barto_reward": true}'
-    num_envs: int = 8  # N, parallel envs [core 1]; 2 to 64
+    num_envs: int = 16  # N, parallel envs [core 1]; 2 to 64
     mask_velocity: bool | None = None  # hide the velocities; None: in the envs listed in VELOCITIES
     vectorization: Literal["sync", "async"] = "sync"  # async: one process per env, for steps of more than about 1 ms
 

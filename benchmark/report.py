@@ -101,6 +101,7 @@ LABELS = {
     "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
     "float32": "float32",
+    "8-envs": "8 envs",
     "former-defaults": "150k steps, the defaults before those of today",
     "bootstrap": "a time limit is bootstrapped",
     "150k": "150k steps",
@@ -138,7 +139,8 @@ FLAGS = {
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
     "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
-    "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-steps 128",
+    "8-envs": " -- --num-envs 8",
+    "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-envs 8 --num-steps 128",
     "short-sequences": f" -- {SHORT_SEQUENCES}",
     "short-sequences-bfloat16": f" -- {SHORT_SEQUENCES} --bf16",
 }
