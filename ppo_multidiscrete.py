@@ -105,6 +105,7 @@ class Args:
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
     clip_vloss: bool = True  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
+    anneal_ent: bool = True  # ent_coef falls linearly to 0 as well; else what is learnt decays
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = 0.015  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
@@ -367,6 +368,8 @@ def train(args: Args) -> Path:
             loss_args = args
             if args.anneal_clip:  # [aux 1]; a tensor: --compile would recompile for each new number
                 loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
+            if args.anneal_ent:
+                loss_args = replace(loss_args, ent_coef=to_tensor(np.float64(args.ent_coef * remaining)))
 
             # rollout
             if run.episodes_restart:

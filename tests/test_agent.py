@@ -206,6 +206,21 @@ def test_anneal_clip(script, spies):
     assert {loss_args.clip_coef for loss_args in spies.loss_args} == {0.2}
 
 
+@pytest.mark.parametrize("script", ["ppo_multidiscrete"], indirect=True)
+def test_anneal_ent(script, spies):
+    """Catches: an entropy bonus that does not fall, that falls without being asked, or that undoes --anneal-clip."""
+    args = small_args(script, ent_coef=0.01, anneal_ent=True, anneal_clip=True, clip_coef=0.2)
+    script.train(args)
+    falls = np.repeat(
+        1 - np.arange(args.num_iterations) / args.num_iterations, args.update_epochs * args.num_minibatches
+    )
+    assert [loss_args.ent_coef for loss_args in spies.loss_args] == pytest.approx((0.01 * falls).tolist())
+    assert [loss_args.clip_coef for loss_args in spies.loss_args] == pytest.approx((0.2 * falls).tolist())
+    spies.loss_args.clear()
+    script.train(small_args(script, ent_coef=0.01, anneal_ent=False))
+    assert {loss_args.ent_coef for loss_args in spies.loss_args} == {0.01}
+
+
 @pytest.mark.parametrize("target_kl", [1e-12, 1e-3, 1e6])
 def test_target_kl(script, spies, target_kl):
     """Catches: an early stop that never comes, comes within an epoch, or ends the whole run."""

@@ -40,7 +40,7 @@ MOST_CHANGES = {
         "ppo_continuous_action": (2, 14),
         "ppo_lstm": (17, 38),
         "ppo_atari_lstm": (8, 25),
-        "ppo_multidiscrete": (7, 12),
+        "ppo_multidiscrete": (7, 14),
     },
     "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
 }

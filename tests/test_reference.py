@@ -228,6 +228,7 @@ class Reference:
         rewards = self.scale(np.array(rewards, np.float64), np.array(dones))
         advantages = self.advantages(rewards, values, next_values, dones)
         rate, clip = args.learning_rate * progress, args.clip_coef * progress  # both are annealed
+        ent_coef = args.ent_coef * (progress if getattr(args, "anneal_ent", False) else 1)
         for permutation in permutations:
             for chosen in permutation.split(len(permutation) // args.num_minibatches):
                 rows = [(i // N * S, i % N) for i in chosen.tolist()]  # (first step, env)
@@ -252,7 +253,7 @@ class Reference:
                 error = (new_values - target) ** 2
                 if args.clip_vloss:
                     error = torch.maximum(error, (V + (new_values - V).clamp(-clip, clip) - target) ** 2)
-                loss = -objective + args.vf_coef * error.mean() / 2 - args.ent_coef * entropy.mean()
+                loss = -objective + args.vf_coef * error.mean() / 2 - ent_coef * entropy.mean()
                 self.descend(loss, rate, progress)
         self.seen.append(np.concatenate(obs))
 
