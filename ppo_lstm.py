@@ -102,7 +102,7 @@ class Args:
     seq_len: int = 32  # S, steps per training sequence, a divisor of num_steps; 0: the whole rollout [lstm 4]
     hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
-    shared_lstm: bool = False  # one LSTM for actor and critic instead of one each
+    shared_lstm: bool = True  # one LSTM for actor and critic instead of one each
     bf16: bool = False  # train in bfloat16, not the last layers, if the CPU has it; faster from 1,000 steps a minibatch
     critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
@@ -122,7 +122,7 @@ class Args:
         require(self, "hidden_size num_layers", lambda x: x >= 1, "at least 1")
         require(self, "seq_len weight_decay", lambda x: 0 <= x < math.inf, "0 or more")
         is_own_rate = lambda x: x is None or (0 < x < math.inf and not self.shared_lstm)
-        require(self, "critic_learning_rate", is_own_rate, "a positive number, and left out with --shared-lstm")
+        require(self, "critic_learning_rate", is_own_rate, "a positive number, and only with --no-shared-lstm")
         check_args(self)
         require(self, "seq_len", lambda x: not x or self.num_steps % x == 0, "a divisor of --num-steps, or 0")
         fits = lambda x: self.num_sequences % (x * (PROCESSES if dist.is_initialized() else 1)) == 0

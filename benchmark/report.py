@@ -101,7 +101,8 @@ LABELS = {
     "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
     "float32": "float32",
-    "8-envs": "8 envs",
+    "8-envs": "8 envs, an LSTM each",
+    "an-lstm-each": "an LSTM each",
     "former-defaults": "150k steps, the defaults before those of today",
     "bootstrap": "a time limit is bootstrapped",
     "150k": "150k steps",
@@ -127,7 +128,7 @@ OWN_SETTINGS = {
     ("ppo_continuous_action", "Hopper-v5"): dict(learning_rate=1e-3, log_std_init=-0.5),
     ("ppo_continuous_action", "Ant-v5"): dict(log_std_init=-0.5),
 }
-FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip"
+FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip --no-shared-lstm"
 SHORT_SEQUENCES = (
     f"{FORMER_DEFAULTS} --total-timesteps 500000 --num-envs 32 --num-steps 512 --seq-len 8 --hidden-size 128 "
     "--num-minibatches 16"
@@ -139,7 +140,8 @@ FLAGS = {
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
     "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
-    "8-envs": " -- --num-envs 8",
+    "8-envs": " -- --num-envs 8 --no-shared-lstm",
+    "an-lstm-each": " -- --no-shared-lstm",
     "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-envs 8 --num-steps 128",
     "short-sequences": f" -- {SHORT_SEQUENCES}",
     "short-sequences-bfloat16": f" -- {SHORT_SEQUENCES} --bf16",

@@ -42,11 +42,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in what its users have
 
-SHORT_SEQUENCES = dict(
-    num_envs=32, num_steps=512, update_epochs=10, seq_len=8, hidden_size=128, num_minibatches=16, torch_threads=0
-)
+SHORT_SEQUENCES = dict(num_envs=32, num_steps=512, num_minibatches=16, update_epochs=10, seq_len=8, hidden_size=128)
+SHORT_SEQUENCES |= dict(shared_lstm=False, torch_threads=0)
 CLEANRL = dict(num_envs=1, num_steps=2048, num_minibatches=32, clip_vloss=True, vf_coef=0.5, log_std_init=0.0)
-LONG_SEQUENCES = dict(num_steps=128, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)
+LONG_SEQUENCES = dict(num_envs=8, num_steps=128, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)
+LONG_SEQUENCES |= dict(shared_lstm=False)
 # task: script, its arguments where they differ from the defaults
 OURS = {
     "cartpole": ("ppo", {}),

@@ -299,7 +299,7 @@ def test_rewards_are_raised_to_the_floor_and_scaled(monkeypatch):
 
 def test_the_critic_has_a_learning_rate_of_its_own():
     """Catches: parameter groups that leave a parameter out, or twice in."""
-    args = small_args(ppo_lstm, critic_learning_rate=1e-12, learning_rate=1e-2)
+    args = small_args(ppo_lstm, shared_lstm=False, critic_learning_rate=1e-12, learning_rate=1e-2)
     run_dir = ppo_lstm.train(args)
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     torch.manual_seed(1)

@@ -64,8 +64,11 @@ RUNS = {
         WALK | dict(env_id="WalkBox-v0", norm_obs=False, norm_reward=False, log_std_init=-0.5),
     ],
     "ppo_lstm": [
-        WALK | dict(env_id="Walk-v0", seq_len=8, hidden_size=8, weight_decay=0.01, critic_learning_rate=2e-3),
-        WALK | dict(env_id="WalkBox-v0", seq_len=0, hidden_size=8, shared_lstm=True, clip_vloss=True),
+        WALK
+        | dict(
+            env_id="Walk-v0", seq_len=8, hidden_size=8, shared_lstm=False, weight_decay=0.01, critic_learning_rate=2e-3
+        ),
+        WALK | dict(env_id="WalkBox-v0", seq_len=0, hidden_size=8, clip_vloss=True),
         WALK | dict(env_id="Walk-v0", seq_len=16, hidden_size=8, num_layers=2, reward_floor=-1.0, reward_scale=0.5),
     ],
     "ppo_multidiscrete": [WALK | dict(env_id=f"Walk{name}-v0", target_kl=None) for name in ("Multi", "Grid")],
