@@ -5,7 +5,7 @@ Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000
 Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__1700000000 --eval-episodes 10 --capture-video
 
-Differs from ppo.py in: an LSTM in actor and critic, whose state the rollout carries along; values computed with each
+Differs from ppo.py in: an LSTM before actor and critic, whose state the rollout carries along; values computed with each
 action, as they need that state; minibatches of whole sequences of S steps, each trained from the state stored at its
 start (truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that
 only an agent with a memory can do well.
@@ -258,7 +258,7 @@ class Memory(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critic, each an LSTM and an ELU layer; with `shared_lstm` they share the LSTM."""
+    """Actor and critic, each an ELU layer after an LSTM, which they share unless `shared_lstm` is off."""
 
     def __init__(self, envs: VectorEnv, args: Args):
         super().__init__()
