@@ -55,7 +55,6 @@ SMALL = {
         torch_threads=1,
     ),
     "ppo_multidiscrete": dict(
-        anneal_ent=False,
         env_id="probe_envs:CartPoleMultiDiscrete-v0",
         total_timesteps=128,
         num_envs=2,

@@ -71,7 +71,10 @@ RUNS = {
         WALK | dict(env_id="WalkBox-v0", seq_len=0, hidden_size=8, clip_vloss=True),
         WALK | dict(env_id="Walk-v0", seq_len=16, hidden_size=8, num_layers=2, reward_floor=-1.0, reward_scale=0.5),
     ],
-    "ppo_multidiscrete": [WALK | dict(env_id=f"Walk{name}-v0", target_kl=None) for name in ("Multi", "Grid")],
+    "ppo_multidiscrete": [
+        WALK | dict(env_id="WalkMulti-v0", target_kl=None),
+        WALK | dict(env_id="WalkGrid-v0", target_kl=None, anneal_ent=True),
+    ],
     "ppo_atari": [GAME],
     "ppo_atari_lstm": [GAME | dict(seq_len=10, hidden_size=8)],
 }
