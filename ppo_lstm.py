@@ -5,9 +5,9 @@ Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
 Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000
 Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__1700000000 --eval-episodes 10 --capture-video
 
-Differs from ppo.py in: an LSTM before actor and critic, whose state the rollout carries along; values computed with each
-action, as they need that state; minibatches of whole sequences of S steps, each trained from the state stored at its
-start (truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that
+Differs from ppo.py in: an LSTM before actor and critic, whose state the rollout carries along; values computed with
+each action, as they need that state; minibatches of whole sequences of S steps, each trained from the state stored at
+its start (truncated backpropagation through time); Box actions too. By default the env's velocities are hidden, so that
 only an agent with a memory can do well.
 
 "PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
