@@ -55,7 +55,7 @@ class Search:
 
 COMMON = dict(batch_size=2048, update_epochs=10, learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
 COMMON |= dict(clip_coef=0.2, vf_coef=0.25, norm_adv=True)
-LSTM = dict(gae_lambda=0.8, max_grad_norm=0.5, seq_len=32)
+LSTM = dict(gae_lambda=0.8, max_grad_norm=0.5, seq_len=32, num_envs=8, shared_lstm=False)
 SEARCHES = {
     "mujoco": Search(
         script="ppo_continuous_action.py",
@@ -90,6 +90,8 @@ SEARCHES = {
             anneal_clip=[False, True],
             max_grad_norm=[0.5, 1.0],
             seq_len=[16, 32],
+            num_envs=[8, 16],
+            shared_lstm=[False, True],
         ),
         begin=[
             dict(num_steps=128, num_minibatches=8, update_epochs=10, learning_rate=2e-3, anneal_clip=False) | LSTM,
@@ -106,12 +108,13 @@ SEARCHES = {
             "MicrortsMining-v1 --mask-actions False": 39.0,
         },
         space=dict(
-            learning_rate=[2.5e-4, 5e-4, 1e-3],
-            ent_coef=[0.001, 0.002, 0.003, 0.005],
+            learning_rate=[2.5e-4, 3e-4, 1e-3],
+            ent_coef=[0.001, 0.003, 0.01, 0.02],
             target_kl=[0.015, None],
             clip_vloss=[True, False],
+            anneal_ent=[False, True],
         ),
-        begin=[dict(learning_rate=3e-4, ent_coef=0.003, target_kl=0.015, clip_vloss=True)],
+        begin=[dict(learning_rate=3e-4, ent_coef=0.01, target_kl=0.015, clip_vloss=True, anneal_ent=True)],
         total_timesteps=2_000_000,
     ),
 }
@@ -135,6 +138,7 @@ class Tuner:
     def __init__(self, search: str, work_dir: Path):
         self.search, self.work_dir = SEARCHES[search], work_dir.resolve()
         self.path, self.lock = RESULTS / f"tune__{search}.csv", threading.Lock()
+        self.seeds = range(FIRST_SEED, FIRST_SEED + self.search.seeds)
         self.rows = {(row["settings"], row["env_id"], row["seed"]): row for row in read(self.path)}
 
     def settings(self) -> list[dict]:
@@ -187,6 +191,17 @@ class Tuner:
                 writer.writerows(self.rows.values())
         return done
 
+    def is_known(self, settings: dict) -> bool:
+        """Whether settings are of the search's space, and were run on all envs and seeds, or till a run was ended."""
+        space = self.search.space
+        if list(settings) != list(space) or any(value not in space[name] for name, value in settings.items()):
+            return False  # tried by hand
+        for env_id, seed in itertools.product(self.search.goals, self.seeds):
+            row = self.rows.get((json.dumps(settings), env_id, str(seed)))
+            if row is None or len(row["tenths"].split()) < 10:
+                return row is not None
+        return True
+
     def value(self, settings: dict) -> float:
         """How good settings are, from the runs of all seeds so far; 0 if an env has none that was run to its end."""
         scores = []
@@ -199,8 +214,7 @@ class Tuner:
     def objective(self, trial: optuna.Trial) -> float:
         """Train a trial's settings on each env; their value."""
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.search.space.items()}
-        seeds = range(FIRST_SEED, FIRST_SEED + self.search.seeds)
-        for number, (env_id, seed) in enumerate(itertools.product(self.search.goals, seeds)):
+        for number, (env_id, seed) in enumerate(itertools.product(self.search.goals, self.seeds)):
 
             def go_on(tenth: int, mean_return: float, first=10 * number, goal=self.search.goals[env_id]) -> bool:
                 trial.report(mean_return / goal, first + tenth)
@@ -215,7 +229,7 @@ class Tuner:
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=3)
         sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=8)
         study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
-        for settings in self.settings():  # known runs cost nothing
+        for settings in filter(self.is_known, self.settings()):  # which costs nothing
             study.enqueue_trial(settings)
             study.optimize(self.objective, n_trials=1)
         for settings in self.search.begin:

@@ -295,7 +295,7 @@ if __name__ == "__main__":
 def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     """Catches: a trial that is judged by one env alone, or by another's goal; known runs trained again; tuning on a
     reported seed; a run that is below the others and goes on; a trial that was ended, taken for a whole one; an env's
-    own flags left out."""
+    own flags left out; what was tried by hand, trained or sampled again."""
     Path("chatty.py").write_text(CHATTY)
     space = dict(learning_rate=[1e-3, 1e-9], num_steps=[32])
     goals = {"CartPole-v1": 100.0, "CartPole-v0 --gamma 0.9": 50.0}
@@ -322,6 +322,11 @@ def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     assert [len(row["tenths"].split()) for row in rows] == [10, 10, 4]
     assert [row["global_step"] for row in rows[:2]] == ["2560", "2560"]
     assert 1024 <= int(rows[2]["global_step"]) < 2560
+    by_hand = [dict(learning_rate=0.5, num_steps=32), dict(num_steps=32)]  # not of the space
+    by_hand += [dict(learning_rate=1e-3, num_steps=64)]  # of it, but run on one env only
+    space["num_steps"] = [32, 64]
+    with open(tmp_path / "tune__quick.csv", "a", newline="") as file:
+        csv.DictWriter(file, rows[0]).writerows(rows[0] | dict(settings=json.dumps(tried)) for tried in by_hand)
     monkeypatch.setattr(tune.subprocess, "Popen", None)  # from here on, nothing is trained
     again = tune.Tuner("quick", tmp_path)
     scores = [float(rows[0]["mean_return"]) / 100, float(rows[1]["mean_return"]) / 50]
