@@ -322,11 +322,11 @@ def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     assert [len(row["tenths"].split()) for row in rows] == [10, 10, 4]
     assert [row["global_step"] for row in rows[:2]] == ["2560", "2560"]
     assert 1024 <= int(rows[2]["global_step"]) < 2560
-    by_hand = [dict(learning_rate=0.5, num_steps=32), dict(num_steps=32)]  # not of the space
-    by_hand += [dict(learning_rate=1e-3, num_steps=64)]  # of it, but run on one env only
+    not_of_the_space, on_one_env = [dict(learning_rate=0.5, num_steps=32), dict(num_steps=32)], dict(good, num_steps=64)
     space["num_steps"] = [32, 64]
+    tried = [(settings, row) for settings in not_of_the_space for row in rows[:2]] + [(on_one_env, rows[0])]
     with open(tmp_path / "tune__quick.csv", "a", newline="") as file:
-        csv.DictWriter(file, rows[0]).writerows(rows[0] | dict(settings=json.dumps(tried)) for tried in by_hand)
+        csv.DictWriter(file, rows[0]).writerows(row | dict(settings=json.dumps(settings)) for settings, row in tried)
     monkeypatch.setattr(tune.subprocess, "Popen", None)  # from here on, nothing is trained
     again = tune.Tuner("quick", tmp_path)
     scores = [float(rows[0]["mean_return"]) / 100, float(rows[1]["mean_return"]) / 50]
