@@ -214,8 +214,8 @@ NOTES = {
     "its three runs ended in the same local optimum, but another run of seed 1, on another machine, built light units "
     "instead of workers and reached 119.5. Counted by hand, the game allows about 112 to 130.",
     "ppo_lstm": "The defaults were found by `python benchmark/tune.py memory`, on seeds from 1001, which no other row "
-    "uses. The last 100 episodes, of 500 steps, are up to half of such a run, while it still learns: what the agent can "
-    "do in the end is in `evaluation`.",
+    "uses. The last 100 episodes, of 500 steps, are up to half of such a run, in which it still learns: what the agent "
+    "can do in the end is in `evaluation`.",
 }
 TITLES = {
     "ppo": "Classic control",
