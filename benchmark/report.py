@@ -101,6 +101,7 @@ LABELS = {
     "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
     "float32": "float32",
+    "no-clip-vloss": "no clipping of the value loss",
     "8-envs": "8 envs, an LSTM each",
     "an-lstm-each": "an LSTM each",
     "former-defaults": "150k steps, the defaults before those of today",
@@ -140,6 +141,7 @@ FLAGS = {
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
     "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
+    "no-clip-vloss": " -- --no-clip-vloss",
     "8-envs": " -- --num-envs 8 --no-shared-lstm",
     "an-lstm-each": " -- --no-shared-lstm",
     "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-envs 8 --num-steps 128",
@@ -257,7 +259,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 def published(script: str, name: str) -> tuple[str, str]:
     """What others report of an env and label, and who; two empty texts for none. Settings make no other task."""
-    for label in ("float32", "cleanrl-settings", "own-settings"):
+    for label in ("float32", "no-clip-vloss", "cleanrl-settings", "own-settings"):
         name = name.removesuffix(f"__{label}")
     return PUBLISHED.get((script, name), ("", ""))
 
