@@ -167,7 +167,7 @@ def test_recent_episodes_go_on(script, monkeypatch):
     recent = load(run_dir)["kept"]["recent"]
     assert recent[:2] == [(-5000.0, 3), (7.25, 4)]
     step, mean_return = read_scalars(run_dir)["charts/mean_return_100"][-1]
-    assert step == small_args(script).total_timesteps
+    assert step > state["global_step"]
     assert mean_return == pytest.approx(sum(episode[0] for episode in recent) / len(recent))
 
 
