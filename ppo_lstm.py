@@ -104,7 +104,7 @@ class Args:
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = True  # one LSTM for actor and critic instead of one each
     bf16: bool = False  # train in bfloat16, not the last layers, if the CPU has it; faster from 1,000 steps a minibatch
-    critic_learning_rate: float | None = None  # the critic's own learning rate; None: learning_rate
+    critic_learning_rate: float | None = None  # of a critic with --no-shared-lstm; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
     reward_scale: float = 1.0  # factor on the learner's rewards; 0.01 if discounted returns are in the hundreds
