@@ -105,7 +105,7 @@ class Args:
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
     clip_vloss: bool = True  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
-    anneal_ent: bool = False  # ent_coef falls linearly to 0 as well
+    anneal_ent: bool = True  # ent_coef falls linearly to 0 as well: late in a run the bonus would cost returns
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = 0.015  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
