@@ -159,10 +159,10 @@ class Tuner:
             for tenth, mean_return in enumerate(known, start=1):
                 go_on(tenth, float(mean_return))
             return len(known) == 10
-        folders = lambda: sorted((self.work_dir / "runs").glob(f"{name}__*"))
+        checkpoints = lambda: sorted((self.work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
         command = [sys.executable, str(ROOT / self.search.script), *to_flags(self.search.fixed | settings)]
         command += [*flags, "--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
-        command += ["--total-timesteps", str(total), *(["--resume", str(folders()[-1])] if folders() else [])]
+        command += ["--total-timesteps", str(total), *(["--resume", str(checkpoints()[-1])] if checkpoints() else [])]
         paths = os.pathsep.join([str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
         options = dict(cwd=self.work_dir, env=os.environ | {"PYTHONPATH": paths}, text=True)
         with (
@@ -178,8 +178,8 @@ class Tuner:
                         process.terminate()  # the script saves a checkpoint, and ends
         if process.returncode not in (0, 143):
             raise RuntimeError(f"{name} failed: see {log.name}")
-        step, returns = last_returns(folders()[-1])
-        done = is_complete(folders()[-1] / "checkpoint.pt", [])
+        step, returns = last_returns(checkpoints()[-1].parent)
+        done = is_complete(checkpoints()[-1], [])
         mean = statistics.mean(returns or [0])
         tenths += [mean] * (10 - len(tenths)) if done else []
         values = [key[1], key[2], step, f"{mean:.2f}", " ".join(map("{:.1f}".format, tenths)), key[0]]

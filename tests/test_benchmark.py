@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -295,7 +296,8 @@ if __name__ == "__main__":
 def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     """Catches: a trial that is judged by one env alone, or by another's goal; known runs trained again; tuning on a
     reported seed; a run that is below the others and goes on; a trial that was ended, taken for a whole one; an env's
-    own flags left out; what was tried by hand, trained or sampled again."""
+    own flags left out; what was tried by hand, trained or sampled again; a run that was killed before its first
+    checkpoint, resumed."""
     Path("chatty.py").write_text(CHATTY)
     space = dict(learning_rate=[1e-3, 1e-9], num_steps=[32])
     goals = {"CartPole-v1": 100.0, "CartPole-v0 --gamma 0.9": 50.0}
@@ -305,6 +307,8 @@ def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     first = tune.Tuner("quick", tmp_path)
     good, bad = (dict(learning_rate=rate, num_steps=32) for rate in space["learning_rate"])
     told = []
+    killed = Path(f"runs/CartPole-v1__tune-{zlib.crc32(json.dumps(good).encode()):08x}__1001__1")
+    killed.mkdir(parents=True)
     assert first.run(good, "CartPole-v1", 1001, lambda *what: told.append(what) is None)
     assert first.value(good) == 0  # the other env is missing
     assert first.run(good, "CartPole-v0 --gamma 0.9", 1001, lambda *_: True)
