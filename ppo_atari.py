@@ -390,7 +390,7 @@ def train(args: Args) -> Path:
     return run.folder
 
 
-def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[float]:
+def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) -> list[float]:
     """Return the undiscounted returns of `episodes` whole episodes of a saved agent, in a fresh env.
 
     `args` are those of the run, unless given. With args.capture_video it is filmed, in videos/step_N.mp4
@@ -402,14 +402,14 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
     film = contextlib.nullcontext()
     if args.capture_video:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then needs no screen
-        path = Path(checkpoint).parent / f"videos/step_{state['global_step']}.mp4"
+        path = state["path"].parent / f"videos/step_{state['global_step']}.mp4"
         path.parent.mkdir(exist_ok=True)
         film = imageio.get_writer(path, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
     returns = []
     with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(args.seed)  # and not the GPU's
         agent = Agent(envs, args).eval()
-        load_checkpoint(checkpoint, agent)
+        load_checkpoint(state["path"], agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         for _ in range(episodes * 100_000):  # then episodes that do not end are given up
             if len(returns) == episodes or SIGNALS:
@@ -425,7 +425,7 @@ def evaluate(checkpoint: Path, episodes: int, args: Args | None = None) -> list[
             if "episode" in infos:
                 returns += infos["episode"]["r"].tolist()
     mean, std = np.mean(returns or math.nan), np.std(returns or math.nan)
-    print(f"evaluation: mean return {mean:.2f} ± {std:.2f} over {len(returns)} of {episodes} episodes")
+    tell(f"evaluation: mean return {mean:.2f} ± {std:.2f} over {len(returns)} of {episodes} episodes")
     return returns
 
 
@@ -502,27 +502,23 @@ def gather(items: list) -> list:
 
 
 def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=None) -> dict:
-    """Read a checkpoint onto the CPU, running no code from it; load the agent and optimizer given."""
+    """Read a checkpoint, or a folder's, onto the CPU, running no code from it; load the agent and optimizer given."""
+    path = Path(path, "checkpoint.pt" if Path(path).is_dir() else "").absolute()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         Args(**state["args"])
         for part, name in ((agent, "agent"), (optimizer, "optimizer")):
             if part:
                 part.load_state_dict(state[name])
-        return state | dict(kept=state["kept"], global_step=state["global_step"])  # they are there
+        return state | dict(kept=state["kept"], global_step=state["global_step"], path=path)  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
         why = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
 
 
-def checkpoint_of(run: Path | str) -> Path:
-    """The checkpoint of a run, given by its folder or as a file in it."""
-    return Path(run, "checkpoint.pt" if Path(run).is_dir() else "").absolute()
-
-
 def saved_args(run: Path | str, **changes) -> Args:
     """The arguments of a run, with changes: train(saved_args(folder, gamma=0.9)) goes on with it."""
-    return Args(**load_checkpoint(checkpoint_of(run))["args"] | dict(resume=str(run)) | changes)
+    return Args(**load_checkpoint(run)["args"] | dict(resume=str(run)) | changes)
 
 
 class CheckedEnv(gym.Wrapper):
@@ -575,7 +571,14 @@ def note_signal(pid: int, signum: int, frame):
         os._exit(128 + signum)
     SIGNALS.append(signum)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
+    with contextlib.suppress(OSError):  # as in tell()
+        os.write(2, b"\nstopping after this iteration; Ctrl-C again stops at once\n")
+
+
+def tell(text: str) -> None:
+    """Print a line, if anybody reads it: Ctrl-C ends a `| tee` as well."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
 
 
 class Run(contextlib.ExitStack):
@@ -591,7 +594,7 @@ class Run(contextlib.ExitStack):
         self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}{launcher}").absolute()])[0]
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
             args.resume = max(map(str, Path("runs").glob(f"{name}__*{launcher}/checkpoint.pt")), default=None)
-        args.resume = gather([args.resume and str(checkpoint_of(args.resume))])[0]
+        args.resume = gather([args.resume and str(Path(args.resume).absolute())])[0]
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
@@ -609,17 +612,17 @@ class Run(contextlib.ExitStack):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
             raise RuntimeError(f"{error!r}: {why}; the checkpoint in {self.folder} is good") from error
         if error is None:
-            print(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}", flush=True)
+            tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
             program = "python" if PROCESSES == 1 else "torchrun, with its options as before,"
-            print(f"stopped by signal {SIGNALS[0]}; to go on: {program} {__file__} --resume {self.folder}", flush=True)
+            tell(f"stopped by signal {SIGNALS[0]}; to go on: {program} {__file__} --resume {self.folder}")
             sys.exit(128 + SIGNALS[0])
 
     def begin(self, agent: nn.Module, optimizer) -> None:
         """Load what is to be resumed, then make the folder and begin to log."""
         if self.args.resume:
-            self.folder = Path(self.args.resume).parent
             state = load_checkpoint(self.args.resume, agent, optimizer)
+            self.folder = state["path"].parent
             self.kept |= state["kept"]
             self.global_step = state["global_step"]
             self.iteration = math.ceil(self.global_step / self.args.batch_size)  # whatever the batch was
@@ -638,7 +641,7 @@ class Run(contextlib.ExitStack):
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
             table = "".join(f"|{name}|{value}|\n" for name, value in (plain | about).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-            print(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}", flush=True)
+            tell(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}")
         self.save(agent, optimizer)
 
     def start_wandb(self) -> None:
@@ -716,7 +719,7 @@ class Run(contextlib.ExitStack):
         if RANK == 0 and now - self.last_print > 5:
             self.last_print = now
             left = timedelta(seconds=round((self.args.total_timesteps - self.global_step) / sps))
-            print(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.kept['progress']}", flush=True)
+            tell(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.kept['progress']}")
 
     def stopped(self) -> bool:
         """Whether the run ends early: upon a signal to any of the processes, or for --patience."""
@@ -774,7 +777,7 @@ def main() -> None:
         train(args)
     elif RANK == 0:
         torch.set_num_threads(args.torch_threads or CORES)
-        evaluate(checkpoint_of(args.evaluate), args.eval_episodes, args)
+        evaluate(args.evaluate, args.eval_episodes, args)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def test_evaluation_is_repeatable_and_alone(script, checkpoint):
     assert np.array_equal(np.random.get_state()[1], numpy_before)
     torch.rand(7)
     assert script.evaluate(str(checkpoint), 3) == first  # a path in a string will do
+    assert script.evaluate(checkpoint.parent, 3) == first  # and the run's folder
     assert len(first) == 3
     assert script.evaluate(checkpoint, 2) == first[:2]
     assert script.evaluate(checkpoint, 3, script.saved_args(checkpoint, seed=2)) != first

@@ -68,6 +68,35 @@ def test_a_signal_to_all_processes_is_a_pause(launcher, signum):
     assert list(Path("runs").iterdir()) == [run_dir]
 
 
+# makes what is printed a pipe that nobody reads
+UNREAD = "import os; read, write = os.pipe(); os.close(read); [os.dup2(write, fd) for fd in {fds}]"
+
+
+def test_output_that_nobody_reads_any_more(launcher):
+    """Catches: a Ctrl-C that ends the `tee` of a pipe as well, after which the next line that is printed ends the run,
+    unsaved."""
+    options = flags(**SMALL["ppo"] | dict(total_timesteps=10**9, checkpoint_every=10**9))
+    process = launcher.start("ppo", *options, code=UNREAD.format(fds=[1]))
+    wait_until(lambda: list(Path("runs").glob("*/events*")) or not process.running())
+    process.send(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT, process.stderr
+    (run_dir,) = Path("runs").iterdir()
+    assert load(run_dir)["iteration"] > 0
+    assert process.stderr.strip() == "stopping after this iteration; Ctrl-C again stops at once"
+
+
+def test_errors_that_nobody_reads_either(launcher):
+    """Catches: `2>&1 | tee`, where to tell of the signal fails, in the midst of the iteration."""
+    options = flags(**SMALL["ppo"] | dict(total_timesteps=10**9, checkpoint_every=10**9))
+    process = launcher.start("ppo", *options, code=UNREAD.format(fds=[1, 2]))
+    wait_until(lambda: list(Path("runs").glob("*/events*")) or not process.running())
+    process.send(signal.SIGINT)
+    assert process.wait() != 0
+    (run_dir,) = Path("runs").iterdir()
+    state = load(run_dir)
+    assert state["global_step"] == state["iteration"] * SMALL["ppo"]["num_envs"] * SMALL["ppo"]["num_steps"] > 0
+
+
 def test_the_iteration_is_finished(script, monkeypatch, capfd):
     """Catches: an iteration that is cut short, or one more; the evaluation of a run that is stopped."""
     monkeypatch.setattr(script, "evaluate", lambda *_: pytest.fail("games are played first, for minutes"))

@@ -85,7 +85,7 @@ def test_an_env_does_not_seed_the_network():
 
 
 def test_an_env_that_moves():
-    """Catches: a run's files in the folder to which an env's constructor has changed, a resume that looks there."""
+    """Catches: a run's files in the folder to which an env's constructor has changed; what looks for them there."""
     here = Path.cwd()
     args = odd_args(ppo, "moves", eval_episodes=1)
     run_dir = ppo.train(args)
@@ -95,6 +95,8 @@ def test_an_env_that_moves():
     more = ppo.saved_args(run_dir.relative_to(here), total_timesteps=2 * args.total_timesteps)
     assert ppo.train(more) == run_dir
     assert ppo.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == more.total_timesteps
+    os.chdir(here)
+    assert len(ppo.evaluate(run_dir.relative_to(here), 1)) == 1
     os.chdir(here)
 
 
