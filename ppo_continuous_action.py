@@ -85,9 +85,9 @@ class Args:
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
     gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
     gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
-    num_minibatches: int = 8  # minibatches per epoch, a divisor of the batch; 1 to 32
+    num_minibatches: int = 32  # minibatches per epoch, a divisor of the batch; 1 to 32
     update_epochs: int = 10  # passes over each batch; 3 to 20
-    norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
+    norm_adv: bool = False  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.2  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
     clip_vloss: bool = False  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
@@ -97,7 +97,7 @@ class Args:
     target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
     norm_obs: bool = True  # normalise observations by their running mean and variance, clip to ±10 [cont 6] [cont 7]
     norm_reward: bool = True  # divide rewards by the running std of discounted sums, clip to ±10 [cont 8] [cont 9]
-    log_std_init: float = -1.0  # log of the policy's initial standard deviation; -2 to 0
+    log_std_init: float = -0.5  # log of the policy's initial standard deviation; -2 to 0
     learn_log_std: bool = True  # learn the standard deviation; off: it keeps its initial value
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)

@@ -78,7 +78,7 @@ HIGHEST = {
 # script: actions, observations, default task, millions of steps there; name and envs of that task in throughput.csv
 FRONT = {
     "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole", 4),
-    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah-64", 64),
+    "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah-8-minibatches", 64),
     "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout", 8),
     "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.1, "cartpole-lstm", 8),
     "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
@@ -98,8 +98,13 @@ LABELS = {
     "": "bfloat16, the default",
     "unmasked": "no masks",
     "unmasked-published-settings": "no masks, the published settings",
+    "constant-entropy": "the entropy bonus does not fall",
+    "unmasked-constant-entropy": "no masks, the entropy bonus does not fall",
     "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
+    "halfcheetah-settings": "[HalfCheetah's own settings](settings.md)",
+    "8-minibatches": "8 minibatches, advantages normalised",
+    "8-minibatches-fast": "8 minibatches, advantages normalised, a learning rate of 0.001",
     "float32": "float32",
     "no-clip-vloss": "no clipping of the value loss",
     "8-envs": "8 envs, an LSTM each",
@@ -126,21 +131,26 @@ def flags(changes: dict) -> str:
 
 # settings with which a task gains much, where they differ from the defaults
 OWN_SETTINGS = {
-    ("ppo_continuous_action", "Hopper-v5"): dict(learning_rate=1e-3, log_std_init=-0.5),
-    ("ppo_continuous_action", "Ant-v5"): dict(log_std_init=-0.5),
+    ("ppo_continuous_action", "HalfCheetah-v5"): dict(num_minibatches=8, norm_adv=True, log_std_init=-1.0),
 }
 FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip --no-shared-lstm"
 SHORT_SEQUENCES = (
     f"{FORMER_DEFAULTS} --total-timesteps 500000 --num-envs 32 --num-steps 512 --seq-len 8 --hidden-size 128 "
     "--num-minibatches 16"
 )
+UNMASKED = " -- --mask-actions False"
 FLAGS = {
-    "unmasked": " -- --mask-actions False",
-    "unmasked-published-settings": " -- --mask-actions False --learning-rate 2.5e-4 --target-kl None",
-    "unmasked-less-entropy": " -- --mask-actions False --learning-rate 2.5e-4 --target-kl None --ent-coef 0.001",
+    "unmasked": UNMASKED,
+    "constant-entropy": " -- --no-anneal-ent",
+    "unmasked-constant-entropy": f"{UNMASKED} --no-anneal-ent",
+    "unmasked-published-settings": f"{UNMASKED} --learning-rate 2.5e-4 --target-kl None --no-anneal-ent",
+    "unmasked-less-entropy": f"{UNMASKED} --learning-rate 2.5e-4 --target-kl None --no-anneal-ent --ent-coef 0.001",
     "float32": " -- --no-bf16 --torch-threads 1 --env-threads 1",
     "150k": " -- --total-timesteps 150000",
     "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
+    "halfcheetah-settings": f" -- {flags(OWN_SETTINGS['ppo_continuous_action', 'HalfCheetah-v5'])}",
+    "8-minibatches": " -- --num-minibatches 8 --norm-adv",
+    "8-minibatches-fast": " -- --num-minibatches 8 --norm-adv --learning-rate 0.001",
     "no-clip-vloss": " -- --no-clip-vloss",
     "8-envs": " -- --num-envs 8 --no-shared-lstm",
     "an-lstm-each": " -- --no-shared-lstm",
@@ -259,9 +269,9 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 def published(script: str, name: str) -> tuple[str, str]:
     """What others report of an env and label, and who; two empty texts for none. Settings make no other task."""
-    for label in ("float32", "no-clip-vloss", "cleanrl-settings", "own-settings"):
-        name = name.removesuffix(f"__{label}")
-    return PUBLISHED.get((script, name), ("", ""))
+    env_id, _, label = name.partition("__")
+    task = f"{env_id}__{label}" if label.startswith("unmasked") else env_id
+    return PUBLISHED.get((script, task.removesuffix("-constant-entropy")), ("", ""))
 
 
 def furthest(runs: list[dict[str, str]]) -> list[dict[str, str]]:

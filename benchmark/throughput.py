@@ -44,7 +44,8 @@ ENVIRONMENT = dict(os.environ)  # before a script adds to it: the peer runs in w
 
 SHORT_SEQUENCES = dict(num_envs=32, num_steps=512, num_minibatches=16, update_epochs=10, seq_len=8, hidden_size=128)
 SHORT_SEQUENCES |= dict(shared_lstm=False, torch_threads=0)
-CLEANRL = dict(num_envs=1, num_steps=2048, num_minibatches=32, clip_vloss=True, vf_coef=0.5, log_std_init=0.0)
+CLEANRL = dict(num_envs=1, num_steps=2048, num_minibatches=32, norm_adv=True, clip_vloss=True, vf_coef=0.5)
+CLEANRL |= dict(log_std_init=0.0)
 LONG_SEQUENCES = dict(num_envs=8, num_steps=128, num_minibatches=4, update_epochs=4, seq_len=128, hidden_size=128)
 LONG_SEQUENCES |= dict(shared_lstm=False)
 # task: script, its arguments where they differ from the defaults
@@ -54,6 +55,7 @@ OURS = {
     "breakout-float32": ("ppo_atari", dict(bf16=False)),
     "halfcheetah": ("ppo_continuous_action", CLEANRL),
     "halfcheetah-64": ("ppo_continuous_action", {}),
+    "halfcheetah-8-minibatches": ("ppo_continuous_action", dict(num_minibatches=8, norm_adv=True)),
     "cartpole-lstm": ("ppo_lstm", LONG_SEQUENCES),
     "cartpole-lstm-short-sequences": ("ppo_lstm", SHORT_SEQUENCES),
     "cartpole-lstm-short-sequences-bfloat16": ("ppo_lstm", SHORT_SEQUENCES | dict(bf16=True)),
@@ -129,6 +131,7 @@ def run_sb3(task: str, num_envs: int, device: str, seconds: float) -> float:
         ent_coef=args.ent_coef,
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
+        normalize_advantage=args.norm_adv,
         seed=1,
         device=device,
     )

@@ -241,7 +241,7 @@ def test_sizes(script):
 
 # where a script follows another source than the 37 details: its reference notebook, a tuned setting of the same task
 OWN_DEFAULTS = {"ppo_multidiscrete": dict(target_kl=0.015), "ppo_lstm": dict(gamma=0.98, gae_lambda=0.8)}
-OWN_DEFAULTS |= {"ppo_continuous_action": dict(vf_coef=0.25)}
+OWN_DEFAULTS |= {"ppo_continuous_action": dict(vf_coef=0.25, norm_adv=False)}
 
 
 def test_defaults_are_those_of_the_37_details(script):

@@ -150,7 +150,7 @@ def test_a_minibatch_of_one_is_refused(script):
     if hasattr(script.Args, "seq_len"):
         single["seq_len"] = 1
     with pytest.raises(script.UserError, match="num-minibatches"):
-        small_args(script, **single)
+        small_args(script, **single, norm_adv=True)
     small_args(script, **single, norm_adv=False)
 
 
