@@ -7,8 +7,8 @@ For each env it writes benchmark/results/SCRIPT__ENV.csv (SCRIPT__ENV__LABEL.csv
 which an episode ended, with the mean return of those; and a line per run of summary.csv there: the mean return of the
 last 100 episodes, the git commit, the minutes of training, the machine, and the mean return of --eval-episodes further
 ones, played at the end by the most likely action. Other seeds that these files hold stay there.
-A run that was begun before, in the same --work-dir, is resumed; one that is complete is only read. The commit is found
-by the copy of the script that is kept in the run's folder.
+A run that was begun before, in the same --work-dir, is resumed, so let only one process use it; one that is complete is
+only read. The commit is found by the copy of the script that is kept in the run's folder.
 `python benchmark/report.py` then writes docs/results.md and draws the curves.
 """
 

@@ -103,8 +103,7 @@ LABELS = {
     "cleanrl-settings": "CleanRL's settings",
     "own-settings": "[settings of its own](settings.md)",
     "halfcheetah-settings": "[HalfCheetah's own settings](settings.md)",
-    "8-minibatches": "8 minibatches, advantages normalised",
-    "8-minibatches-fast": "8 minibatches, advantages normalised, a learning rate of 0.001",
+    "fast": "8 minibatches, advantages normalised, a learning rate of 0.001",
     "float32": "float32",
     "no-clip-vloss": "no clipping of the value loss",
     "8-envs": "8 envs, an LSTM each",
@@ -132,6 +131,7 @@ def flags(changes: dict) -> str:
 # settings with which a task gains much, where they differ from the defaults
 OWN_SETTINGS = {
     ("ppo_continuous_action", "HalfCheetah-v5"): dict(num_minibatches=8, norm_adv=True, log_std_init=-1.0),
+    ("ppo_continuous_action", "Ant-v5"): dict(num_minibatches=8, norm_adv=True),
 }
 FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip --no-shared-lstm"
 SHORT_SEQUENCES = (
@@ -149,8 +149,7 @@ FLAGS = {
     "150k": " -- --total-timesteps 150000",
     "cleanrl-settings": f" -- {flags(CLEANRL_SETTINGS)}",
     "halfcheetah-settings": f" -- {flags(OWN_SETTINGS['ppo_continuous_action', 'HalfCheetah-v5'])}",
-    "8-minibatches": " -- --num-minibatches 8 --norm-adv",
-    "8-minibatches-fast": " -- --num-minibatches 8 --norm-adv --learning-rate 0.001",
+    "fast": " -- --num-minibatches 8 --norm-adv --learning-rate 0.001",
     "no-clip-vloss": " -- --no-clip-vloss",
     "8-envs": " -- --num-envs 8 --no-shared-lstm",
     "an-lstm-each": " -- --no-shared-lstm",
