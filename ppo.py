@@ -238,7 +238,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     if PROCESSES > 1:  # each has its part of the minibatch [aux 2]
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=loss.is_cuda)  # [core 11]
+    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # few kernels; replaying a graph, many are faster
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=foreach)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
 
@@ -339,7 +340,7 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
     film = contextlib.nullcontext()
     if args.capture_video:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then needs no screen
-        path = state["path"].parent / f"videos/step_{state['global_step']}.mp4"
+        path = Path(state["path"]).parent / f"videos/step_{state['global_step']}.mp4"
         path.parent.mkdir(exist_ok=True)
         film = imageio.get_writer(path, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
     returns = []
@@ -447,7 +448,7 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
         for part, name in ((agent, "agent"), (optimizer, "optimizer")):
             if part:
                 part.load_state_dict(state[name])
-        return state | dict(kept=state["kept"], global_step=state["global_step"], path=path)  # they are there
+        return state | dict(kept=state["kept"], global_step=state["global_step"], path=str(path))  # they are there
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
         why = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
@@ -559,7 +560,7 @@ class Run(contextlib.ExitStack):
         """Load what is to be resumed, then make the folder and begin to log."""
         if self.args.resume:
             state = load_checkpoint(self.args.resume, agent, optimizer)
-            self.folder = state["path"].parent
+            self.folder = Path(state["path"]).parent
             self.kept |= state["kept"]
             self.global_step = state["global_step"]
             self.iteration = math.ceil(self.global_step / self.args.batch_size)  # whatever the batch was

@@ -154,7 +154,7 @@ def test_the_ratio_of_a_compiled_policy_is_one(script, monkeypatch):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_two_processes_share_a_gpu(name, compile, tmp_path):
     """Catches: nccl, which wants a GPU for each process; gradients that a CUDA graph holds or replays."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(ROOT / f"{name}.py"), *flags(**SMALL[name], compile=compile)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ, timeout=300)
     assert result.returncode == 0, result.stderr
