@@ -1,4 +1,4 @@
-"""On a GPU: `python -m pytest -m cuda -n 0`. Skipped where there is none. docs/running.md has it in three parts.
+"""On a GPU: `python -m pytest -m cuda -n 8 tests/test_cuda.py`. Skipped where there is none.
 
 Training, resume and evaluation of each script; checkpoints that change between GPU and CPU; --compile with CUDA graphs;
 two processes on one GPU; and no wait for the GPU in an update.
@@ -17,7 +17,7 @@ import ppo_lstm
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or it is hidden: pytest -m cuda -n 0"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or it is hidden: pytest -m cuda"),
 ]
 
 
