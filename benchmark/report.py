@@ -434,11 +434,12 @@ def table_of_scripts() -> str:
         steps_of = lambda rows: max((int(row["global_step"]) for row in rows), default=0)
         label = ", float32" if steps_of(longer) > steps_of(runs) else ""
         runs = furthest(longer if label else runs)
-        progress = mean = "not run yet"
+        progress, mean, evaluated = "not run yet", "not run yet", []
         if runs:
             steps = max(int(run["global_step"]) for run in runs) / 1e6
             progress = f"{millions}M" if steps > 0.98 * millions else f"{steps:.2f}M of {millions}M so far"
             mean = f"{statistics.mean(float(run['mean_return']) for run in runs):.1f}{label}"
+            evaluated = [float(run["evaluation"]) for run in runs if run.get("evaluation")]
         value, _ = PUBLISHED.get((script, env_id), ("", ""))
         theirs = f"{float(value.split()[0]):.1f}" if value else ""
         measured = [row for row in read("throughput.csv") if (row["task"], row["processes"]) == (task, "1")]
@@ -449,9 +450,10 @@ def table_of_scripts() -> str:
         for row in [row for row in measured if (row["commit"], row["machine"]) == there]:
             ratio = f", {float(row['ratio']):.1f} × SB3" if row["ratio"] else ""
             speeds[row["compiled"]] = f"{int(row['ours']):,}{ratio}"
-        result = [env_id, progress, str(len(runs)), mean, theirs, speeds["no"], speeds.get("yes", "")]
+        evaluation = f"{statistics.mean(evaluated):.1f}" if evaluated else ""
+        result = [env_id, progress, str(len(runs)), mean, evaluation, theirs, speeds["no"], speeds.get("yes", "")]
         lines.append([f"[`{script}.py`]({script}.py)", actions, observations, *result])
-    titles = ["script", "actions", "observations", "default task", "steps", "seeds", "mean return", "CleanRL's"]
+    titles = ["script", "actions", "observations", "default task", "steps", "seeds", "mean return", "evaluation", "CleanRL's"]
     return table([*titles, "steps/s", "compiled"], lines)
 
 
