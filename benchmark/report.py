@@ -132,6 +132,7 @@ def flags(changes: dict) -> str:
 OWN_SETTINGS = {
     ("ppo_continuous_action", "HalfCheetah-v5"): dict(num_minibatches=8, norm_adv=True, log_std_init=-1.0),
     ("ppo_continuous_action", "Ant-v5"): dict(num_minibatches=8, norm_adv=True),
+    ("ppo_continuous_action", "InvertedDoublePendulum-v5"): dict(num_minibatches=8, norm_adv=True),
 }
 FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip --no-shared-lstm"
 SHORT_SEQUENCES = (
@@ -453,8 +454,8 @@ def table_of_scripts() -> str:
         evaluation = f"{statistics.mean(evaluated):.1f}" if evaluated else ""
         result = [env_id, progress, str(len(runs)), mean, evaluation, theirs, speeds["no"], speeds.get("yes", "")]
         lines.append([f"[`{script}.py`]({script}.py)", actions, observations, *result])
-    titles = ["script", "actions", "observations", "default task", "steps", "seeds", "mean return", "evaluation", "CleanRL's"]
-    return table([*titles, "steps/s", "compiled"], lines)
+    titles = ["script", "actions", "observations", "default task", "steps", "seeds", "mean return", "evaluation"]
+    return table([*titles, "CleanRL's", "steps/s", "compiled"], lines)
 
 
 def page() -> str:
@@ -584,7 +585,12 @@ def page_of_settings() -> str:
         "The defaults of a script are one setting for all of its envs. Where an env gains much from its own, it is "
         "here, beside the defaults on the same env; `training` and `evaluation` are as in [results.md](results.md). "
         "All were found by `python benchmark/tune.py mujoco` and by hand, on seeds from 1001, which are in "
-        "`benchmark/results/tune__mujoco.csv`; the seeds of this table are others.\n\n" + table(columns, lines)
+        "`benchmark/results/tune__mujoco.csv`; the seeds of this table are others.\n\n"
+        "Where a curve at its maximum falls to the bottom, as that of InvertedDoublePendulum, try `--norm-adv`: the "
+        "defaults leave advantages as they are, and the first fall after a long time without one then gives gradients "
+        "far above those that Adam has averaged, which may ruin the policy in a few iterations. `--target-kl 0.2` did "
+        "not prevent it, nor did advantages normalised over the batch (`norm_adv_of_batch` of that file, a flag that "
+        "was not kept).\n\n" + table(columns, lines)
     )
 
 
