@@ -1,6 +1,6 @@
 """Search for settings of a script that are good on all of several envs, with Optuna.
 
-Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory, microrts: see SEARCHES)
+Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory, microrts, atari: see SEARCHES)
        python benchmark/tune.py mujoco --best 3 --seeds 1002 1003   (the best so far, on further seeds)
 
 A trial trains its settings on each env of the search, on one seed or a few. Seeds are 1001 and up, which no reported
@@ -55,6 +55,7 @@ class Search:
 
 COMMON = dict(batch_size=2048, update_epochs=10, learning_rate=3e-4, gamma=0.99, gae_lambda=0.95)
 COMMON |= dict(clip_coef=0.2, vf_coef=0.25, norm_adv=True)
+ATARI = ("num_envs", "batch_size", "num_minibatches", "learning_rate", "clip_coef", "clip_vloss")
 LSTM = dict(gae_lambda=0.8, max_grad_norm=0.5, seq_len=32, num_envs=8, shared_lstm=False)
 SEARCHES = {
     "mujoco": Search(
@@ -116,6 +117,24 @@ SEARCHES = {
         ),
         begin=[dict(learning_rate=3e-4, ent_coef=0.01, target_kl=0.015, clip_vloss=True, anneal_ent=True)],
         total_timesteps=2_000_000,
+    ),
+    "atari": Search(
+        script="ppo_atari.py",
+        goals={"BreakoutNoFrameskip-v4": 434, "BeamRiderNoFrameskip-v4": 2900},
+        space=dict(
+            num_envs=[8, 64],
+            batch_size=[1024, 2048, 8192],
+            num_minibatches=[4, 8, 32],
+            learning_rate=[2.5e-4, 5e-4],
+            clip_coef=[0.1, 0.2],
+            clip_vloss=[True, False],
+        ),
+        begin=[
+            dict(zip(ATARI, values))
+            for values in [(8, 1024, 4, 2.5e-4, 0.1, True), (64, 2048, 8, 2.5e-4, 0.1, False)]
+        ],
+        fixed=dict(compile=True),
+        total_timesteps=10_000_000,
     ),
 }
 
