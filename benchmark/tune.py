@@ -130,8 +130,7 @@ SEARCHES = {
             clip_vloss=[True, False],
         ),
         begin=[
-            dict(zip(ATARI, values))
-            for values in [(8, 1024, 4, 2.5e-4, 0.1, True), (64, 2048, 8, 2.5e-4, 0.1, False)]
+            dict(zip(ATARI, values)) for values in [(8, 1024, 4, 2.5e-4, 0.1, True), (64, 2048, 8, 2.5e-4, 0.1, False)]
         ],
         fixed=dict(compile=True),
         total_timesteps=10_000_000,
