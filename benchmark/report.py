@@ -611,8 +611,8 @@ def page_of_settings() -> str:
         "[results.md](results.md)). The first four are of flags that were not kept.\n\n"
         "Where a task stays at a gait that is quickly found, as Swimmer at 40, look further ahead. On seed 1001 "
         "(training / evaluation) the settings below have 338 / 334, with a lambda of 0.95 99 / 90, then with 64 envs "
-        "of 32 steps 53 / 47. With rewards scaled, advantages as they are and the defaults' other values: 136 / 138; the "
-        "defaults with a discount of 0.9999: 39 / 41.\n\n" + table(columns, lines)
+        "of 32 steps 53 / 47. With rewards scaled, advantages as they are and the defaults' other values: 136 / 138; "
+        "the defaults with a discount of 0.9999: 39 / 41.\n\n" + table(columns, lines)
     )
 
 
