@@ -168,7 +168,7 @@ class Agent(nn.Module):
             logits = logits.softmax(-1) / torch.empty_like(logits).exponential_()
         return logits.argmax(-1)
 
-    def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
+    def get_action_and_value(self, obs, action=None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         if action is None:
             action = self.get_action(obs, deterministic)
@@ -247,8 +247,7 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]

@@ -167,19 +167,14 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         env.metadata = env.metadata | dict(render_fps=60 // kwargs["frameskip"])
         return FrameStackObservation(env, 4, padding_type="zero")
 
+    mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     if render:
-        envs = SyncVectorEnv([make_rendered_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = SyncVectorEnv([make_rendered_env] * num_envs, **mode)
         meanings = envs.envs[0].unwrapped.get_action_meanings()
     else:
-        envs = AtariVectorEnv(
-            **kwargs,
-            num_envs=num_envs,
-            num_threads=args.env_threads or CORES,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            noop_max=30,
-            reward_clipping=False,  # AtariLives does it, after the returns were recorded
-            use_fire_reset=False,  # AtariLives does it, at every life
-        )
+        # AtariLives clips the rewards, after the returns were recorded, and presses FIRE, at every life
+        kwargs |= dict(noop_max=30, reward_clipping=False, use_fire_reset=False)
+        envs = AtariVectorEnv(num_envs=num_envs, num_threads=args.env_threads or CORES, **kwargs, **mode)
         meanings = [action.name for action in envs.ale.get_action_set()]
     fire = meanings.index("FIRE") if "FIRE" in meanings else None
     return AtariLives(RecordEpisodeStatistics(envs), fire)
@@ -230,7 +225,7 @@ class Agent(nn.Module):
         """V: (N, *O) -> (N,)."""
         return self.critic(self.encode(obs)).squeeze(-1)
 
-    def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
+    def get_action_and_value(self, obs, action=None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         hidden = self.encode(obs)
         log_probs = self.actor(hidden).log_softmax(-1)  # faster than a Categorical
@@ -313,8 +308,7 @@ def train(args: Args) -> Path:
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]

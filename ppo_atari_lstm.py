@@ -171,20 +171,14 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         env.metadata = env.metadata | dict(render_fps=60 // kwargs["frameskip"])
         return FrameStackObservation(env, 1, padding_type="zero")
 
+    mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     if render:
-        envs = SyncVectorEnv([make_rendered_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = SyncVectorEnv([make_rendered_env] * num_envs, **mode)
         meanings = envs.envs[0].unwrapped.get_action_meanings()
     else:
-        envs = AtariVectorEnv(
-            **kwargs,
-            num_envs=num_envs,
-            num_threads=args.env_threads or CORES,
-            stack_num=1,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            noop_max=30,
-            reward_clipping=False,  # AtariLives does it, after the returns were recorded
-            use_fire_reset=False,  # AtariLives does it, at every life
-        )
+        # AtariLives clips the rewards, after the returns were recorded, and presses FIRE, at every life
+        kwargs |= dict(stack_num=1, noop_max=30, reward_clipping=False, use_fire_reset=False)
+        envs = AtariVectorEnv(num_envs=num_envs, num_threads=args.env_threads or CORES, **kwargs, **mode)
         meanings = [action.name for action in envs.ale.get_action_set()]
     fire = meanings.index("FIRE") if "FIRE" in meanings else None
     return AtariLives(RecordEpisodeStatistics(envs), fire)
@@ -201,26 +195,6 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
-
-
-def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Cut sequences, `starts` (M/S, S), wherever an episode starts, into pieces that nn.LSTM can run over.
-
-    Returns groups of P pieces of similar length: (each piece's sequence (P,), 1. if it takes its stored state (P,),
-    its steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
-    """
-    S, end = starts.shape[1], starts.numel()
-    begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)
-    lengths = torch.diff(begins, append=torch.tensor([end]))
-    carried = (begins % S == 0) * (1 - starts.flatten()[begins])
-    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps, then padded
-    groups, outputs = [], []
-    for batch in sizes == sizes.unique()[:, None]:
-        steps = torch.arange(lengths[batch].max())[:, None]
-        positions = begins[batch] + steps  # past a piece's end: what follows it, ignored
-        groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
-        outputs.append(torch.where(steps < lengths[batch], positions, end).flatten())
-    return groups, torch.cat(outputs).argsort()[:end]
 
 
 class Memory(nn.Module):
@@ -246,7 +220,8 @@ class Memory(nn.Module):
         """
         if starts.dim() > 1:
             return self.run_sequences(x, state, starts), state
-        state, features, last = state * (1 - starts).view(-1, 1, 1, 1, 1), [x] * len(self.lstms), state.clone()
+        state = state * (1 - starts).view(-1, 1, 1, 1, 1)
+        features, last = [x] * len(self.lstms), torch.empty_like(state)
         for k, layers in enumerate(self.weights):  # cell by cell, three times as fast as nn.LSTM
             for layer, weights in enumerate(layers):
                 features[k], cell = torch.lstm_cell(features[k], state[:, k, :, layer].unbind(1), *weights)
@@ -255,15 +230,25 @@ class Memory(nn.Module):
 
     @torch.compiler.disable
     def run_sequences(self, x: Tensor, state: Tensor, starts: Tensor) -> list[Tensor]:
-        """The features of whole sequences, by nn.LSTM, which is made for them."""
-        groups, rows = cut_at_episodes(starts)
-        outputs = []  # of each group, of each LSTM
-        for group in groups:
-            sequences, carried, positions = [index.to(x.device, non_blocking=True) for index in group]
-            first = (state[sequences] * carried.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, P, H)
-            steps = x[positions]  # (longest, P, F)
-            outputs.append([lstm(steps, (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
-        rows = rows.to(x.device, non_blocking=True)
+        """The features of whole sequences, which are cut where episodes start: nn.LSTM takes pieces without a reset.
+
+        P pieces of similar length run together, padded to the longest.
+        """
+        S, end = starts.shape[1], starts.numel()
+        begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)  # (P,), in the flattened x
+        lengths = torch.diff(begins, append=torch.tensor([end]))
+        carried = (begins % S == 0) * (1 - starts.flatten()[begins])  # 1. for a piece that takes the stored state
+        sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps
+        outputs, places = [], []  # of each group
+        for group in sizes == sizes.unique()[:, None]:
+            steps = torch.arange(lengths[group].max())[:, None]
+            positions = begins[group] + steps  # (longest, P); past a piece's end: what follows it, ignored
+            places.append(torch.where(steps < lengths[group], positions, end).flatten())  # end: padding
+            indices = begins[group] // S, carried[group], positions.clamp(max=end - 1)
+            sequences, kept, positions = [index.to(x.device, non_blocking=True) for index in indices]
+            first = (state[sequences] * kept.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, P, H)
+            outputs.append([lstm(x[positions], (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
+        rows = torch.cat(places).argsort()[:end].to(x.device, non_blocking=True)  # each step's, without the padding
         return [torch.cat(output).index_select(0, rows) for output in zip(*outputs)]
 
 
@@ -297,13 +282,11 @@ class Agent(nn.Module):
             return self.network(pixels).float()
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
-        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); of sequences (M, *O), (M/S, K, 2, L, H), (M/S, S) -> (M,)."""
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
         features, _ = self.memory(self.encode(obs), state, starts)
         return self.critic(features[-1]).squeeze(-1)
 
-    def get_action_and_value(
-        self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
-    ):
+    def get_action_and_value(self, obs, state, starts, action=None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         (hidden,), state = self.memory(self.encode(obs), state, starts)
         log_probs = self.actor(hidden).log_softmax(-1)  # faster than a Categorical
@@ -367,7 +350,7 @@ def average(x: Tensor) -> Tensor:
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
     """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile leaves out the LSTM."""
-    *rows, states, starts = minibatch
+    *rows, starts, states = minibatch  # (M/S, ...)
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
@@ -388,8 +371,7 @@ def train(args: Args) -> Path:
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
         S = args.seq_len or T
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
@@ -404,7 +386,7 @@ def train(args: Args) -> Path:
         logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
-        starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see cut_at_episodes
+        starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see run_sequences
         next_state = agent.memory.initial_state(N)
         states = torch.zeros((T // S, *next_state.shape), device=run.device)  # at the start of each sequence [lstm 5]
 
@@ -451,15 +433,14 @@ def train(args: Args) -> Path:
 
             # update
             in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
-            batch = [*map(in_sequences, (obs, actions, logprobs, advantages, values, returns)), states.flatten(0, 1)]
-            b_starts = in_sequences(starts)  # (B/S, S), on the CPU
+            batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns, starts)]
+            batch.append(states.flatten(0, 1))  # (B/S, K, 2, L, H)
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N // S).chunk(args.num_minibatches):  # [core 6]
-                    rows = mb_inds.to(run.device, non_blocking=True)
-                    minibatch = [x.index_select(0, rows) for x in batch]  # (M/S, S, ...)
+                    minibatch = [x.index_select(0, mb_inds.to(x.device, non_blocking=True)) for x in batch]
                     optimizer.zero_grad()
-                    stats.append(gradient_fn(agent, [*minibatch, b_starts[mb_inds]], loss_args))
+                    stats.append(gradient_fn(agent, minibatch, loss_args))
                     optimizer.step()
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]

@@ -120,21 +120,19 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
 
     def adapt(env: gym.Env) -> gym.Env:
         env = CheckedEnv(env)
-        if isinstance(space := env.action_space, Box) and space.dtype.kind == "f":
-            bounded = np.float64(space.high) - space.low < 1e30
-            low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
-            middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
-            # the env gets the clipped action, the loss the sampled one [cont 5]
-            to_env = lambda action: (middle + half * action).clip(space.low, space.high)
-            bounds = np.where(bounded, -1, space.low), np.where(bounded, 1, space.high)
-            env = gym.wrappers.TransformAction(env, to_env, Box(*bounds, dtype=space.dtype))
         if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
             env = gym.wrappers.FlattenObservation(env)  # Discrete: one-hot; Dict and Tuple: joined
-        obs_space, action_space = env.observation_space, env.action_space
-        is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
+        obs_space, space = env.observation_space, env.action_space
+        is_float = isinstance(space, Box) and space.dtype.kind == "f" and len(space.shape) > 0
         if not (isinstance(obs_space, Box) and len(obs_space.shape) == 1 and is_float):
-            raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not vectors and float actions")
-        return env
+            raise UserError(f"{args.env_id} has {obs_space} and {space}, not vectors and float actions")
+        bounded = np.float64(space.high) - space.low < 1e30  # neither infinite nor as good as
+        low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
+        middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
+        # the env gets the clipped action, the loss the sampled one [cont 5]
+        to_env = lambda action: (middle + half * action).clip(space.low, space.high)
+        bounds = np.where(bounded, -1, space.low), np.where(bounded, 1, space.high)
+        return gym.wrappers.TransformAction(env, to_env, Box(*bounds, dtype=space.dtype))
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
     mode = dict(autoreset_mode=AutoresetMode.SAME_STEP)
@@ -219,7 +217,7 @@ class Agent(nn.Module):
         mean = self.actor_mean(self.obs_norm(obs)).unflatten(-1, self.actor_logstd.shape)
         return (mean if deterministic else mean + self.actor_logstd.exp() * torch.randn_like(mean)).detach()
 
-    def get_action_and_value(self, obs: Tensor, action: Tensor | None = None, deterministic: bool = False):
+    def get_action_and_value(self, obs, action=None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         if action is None:
             action = self.get_action(obs, deterministic)
@@ -248,9 +246,7 @@ def compute_gae(rewards, values, next_values, terminations, dones, gamma: float,
     return advantages, advantages + values
 
 
-def discount_forward(
-    rewards: np.ndarray, dones: np.ndarray, running_return: np.ndarray, gamma: float
-) -> tuple[np.ndarray, np.ndarray]:
+def discount_forward(rewards, dones, running_return, gamma: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the discounted sum of each episode's rewards so far, (T, N), and the last one, to continue from, (N,)."""
     sums = np.zeros_like(rewards)
     for t in range(len(rewards)):
@@ -311,8 +307,7 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # [core 3]
@@ -327,7 +322,6 @@ def train(args: Args) -> Path:
         final_values = torch.zeros((T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
-        running_return = np.zeros(N)  # discounted, of each env's episode so far
 
         run.begin(agent, optimizer)  # loads what is resumed, makes the folder, saves
         if args.capture_video:
@@ -343,7 +337,7 @@ def train(args: Args) -> Path:
             # rollout
             if run.episodes_restart:
                 next_obs = run.reset(envs)  # at first; with --exact-resume after each checkpoint, too
-                running_return = np.zeros(N)
+                running_return = np.zeros(N)  # discounted, of each env's episode so far
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
@@ -360,7 +354,7 @@ def train(args: Args) -> Path:
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
-            # reward scale [cont 8]: the std of discounted sums of past rewards, as in OpenAI's baselines
+            # reward scale [cont 8]: the std of the discounted sums of rewards so far, this rollout's included
             scaled_rewards = to_tensor(rewards)
             if args.norm_reward:
                 sums, running_return = discount_forward(rewards, terminations | truncations, running_return, args.gamma)

@@ -145,14 +145,6 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         env = CheckedEnv(env)
         if isinstance(env.action_space, Discrete) and (start := env.action_space.start):  # ours is 0
             env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(env.action_space.n))
-        if isinstance(space := env.action_space, Box) and space.dtype.kind == "f":
-            bounded = np.float64(space.high) - space.low < 1e30
-            low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
-            middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
-            # the env gets the clipped action, the loss the sampled one [cont 5]
-            to_env = lambda action: (middle + half * action).clip(space.low, space.high)
-            bounds = np.where(bounded, -1, space.low), np.where(bounded, 1, space.high)
-            env = gym.wrappers.TransformAction(env, to_env, Box(*bounds, dtype=space.dtype))
         is_known = str(env.spec.entry_point).startswith("gymnasium.envs")
         hidden = is_known and VELOCITIES.get(env.spec.name.removesuffix("Continuous"))
         if args.mask_velocity and not hidden:
@@ -162,13 +154,20 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
             env = gym.wrappers.TransformObservation(env, lambda obs: obs * seen, env.observation_space)
         if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
             env = gym.wrappers.FlattenObservation(env)  # Discrete: one-hot; Dict and Tuple: joined
-        obs_space, action_space = env.observation_space, env.action_space
-        is_float = isinstance(action_space, Box) and action_space.dtype.kind == "f" and len(action_space.shape) > 0
-        fits = isinstance(action_space, Discrete) or is_float
-        fits = fits and isinstance(obs_space, Box) and len(obs_space.shape) == 1
-        if not fits or env.has_wrapper_attr("action_masks"):
+        obs_space, space = env.observation_space, env.action_space
+        is_float = isinstance(space, Box) and space.dtype.kind == "f" and len(space.shape) > 0
+        fits = isinstance(obs_space, Box) and len(obs_space.shape) == 1
+        if not fits or not (isinstance(space, Discrete) or is_float) or env.has_wrapper_attr("action_masks"):
             spaces = "vectors and Discrete or float actions (those with action_masks() are for ppo_multidiscrete.py)"
-            raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
+            raise UserError(f"{args.env_id} has {obs_space} and {space}, not {spaces}")
+        if is_float:
+            bounded = np.float64(space.high) - space.low < 1e30  # neither infinite nor as good as
+            low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
+            middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
+            # the env gets the clipped action, the loss the sampled one [cont 5]
+            to_env = lambda action: (middle + half * action).clip(space.low, space.high)
+            bounds = np.where(bounded, -1, space.low), np.where(bounded, 1, space.high)
+            env = gym.wrappers.TransformAction(env, to_env, Box(*bounds, dtype=space.dtype))
         return env
 
     options = json.loads(args.env_kwargs) | (dict(render_mode="rgb_array") if render else {})
@@ -191,26 +190,6 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
-
-
-def cut_at_episodes(starts: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Cut sequences, `starts` (M/S, S), wherever an episode starts, into pieces that nn.LSTM can run over.
-
-    Returns groups of P pieces of similar length: (each piece's sequence (P,), 1. if it takes its stored state (P,),
-    its steps' positions in the flattened sequences (longest, P)); and each position's row in the outputs of all groups.
-    """
-    S, end = starts.shape[1], starts.numel()
-    begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)
-    lengths = torch.diff(begins, append=torch.tensor([end]))
-    carried = (begins % S == 0) * (1 - starts.flatten()[begins])
-    sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps, then padded
-    groups, outputs = [], []
-    for batch in sizes == sizes.unique()[:, None]:
-        steps = torch.arange(lengths[batch].max())[:, None]
-        positions = begins[batch] + steps  # past a piece's end: what follows it, ignored
-        groups.append((begins[batch] // S, carried[batch], positions.clamp(max=end - 1)))
-        outputs.append(torch.where(steps < lengths[batch], positions, end).flatten())
-    return groups, torch.cat(outputs).argsort()[:end]
 
 
 class Memory(nn.Module):
@@ -236,7 +215,8 @@ class Memory(nn.Module):
         """
         if starts.dim() > 1:
             return self.run_sequences(x, state, starts), state
-        state, features, last = state * (1 - starts).view(-1, 1, 1, 1, 1), [x] * len(self.lstms), state.clone()
+        state = state * (1 - starts).view(-1, 1, 1, 1, 1)
+        features, last = [x] * len(self.lstms), torch.empty_like(state)
         for k, layers in enumerate(self.weights):  # cell by cell, three times as fast as nn.LSTM
             for layer, weights in enumerate(layers):
                 features[k], cell = torch.lstm_cell(features[k], state[:, k, :, layer].unbind(1), *weights)
@@ -245,15 +225,25 @@ class Memory(nn.Module):
 
     @torch.compiler.disable
     def run_sequences(self, x: Tensor, state: Tensor, starts: Tensor) -> list[Tensor]:
-        """The features of whole sequences, by nn.LSTM, which is made for them."""
-        groups, rows = cut_at_episodes(starts)
-        outputs = []  # of each group, of each LSTM
-        for group in groups:
-            sequences, carried, positions = [index.to(x.device, non_blocking=True) for index in group]
-            first = (state[sequences] * carried.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, P, H)
-            steps = x[positions]  # (longest, P, F)
-            outputs.append([lstm(steps, (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
-        rows = rows.to(x.device, non_blocking=True)
+        """The features of whole sequences, which are cut where episodes start: nn.LSTM takes pieces without a reset.
+
+        P pieces of similar length run together, padded to the longest.
+        """
+        S, end = starts.shape[1], starts.numel()
+        begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)  # (P,), in the flattened x
+        lengths = torch.diff(begins, append=torch.tensor([end]))
+        carried = (begins % S == 0) * (1 - starts.flatten()[begins])  # 1. for a piece that takes the stored state
+        sizes = lengths.clamp(min=16).log2().ceil().long() // 2  # groups: up to 32, 128, 512, ... steps
+        outputs, places = [], []  # of each group
+        for group in sizes == sizes.unique()[:, None]:
+            steps = torch.arange(lengths[group].max())[:, None]
+            positions = begins[group] + steps  # (longest, P); past a piece's end: what follows it, ignored
+            places.append(torch.where(steps < lengths[group], positions, end).flatten())  # end: padding
+            indices = begins[group] // S, carried[group], positions.clamp(max=end - 1)
+            sequences, kept, positions = [index.to(x.device, non_blocking=True) for index in indices]
+            first = (state[sequences] * kept.view(-1, 1, 1, 1, 1)).movedim(0, 3).contiguous()  # (K, 2, L, P, H)
+            outputs.append([lstm(x[positions], (h, c))[0].flatten(0, 1) for lstm, (h, c) in zip(self.lstms, first)])
+        rows = torch.cat(places).argsort()[:end].to(x.device, non_blocking=True)  # each step's, without the padding
         return [torch.cat(output).index_select(0, rows) for output in zip(*outputs)]
 
 
@@ -276,13 +266,11 @@ class Agent(nn.Module):
             self.actor_logstd = nn.Parameter(torch.full(action_space.shape, args.log_std_init), args.learn_log_std)
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
-        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,); of sequences (M, *O), (M/S, K, 2, L, H), (M/S, S) -> (M,)."""
+        """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
         features, _ = self.memory(obs.float(), state, starts)
         return self.critic(self.critic_hidden(features[-1])).squeeze(-1)
 
-    def get_action_and_value(
-        self, obs: Tensor, state: Tensor, starts: Tensor, action: Tensor | None = None, deterministic: bool = False
-    ):
+    def get_action_and_value(self, obs, state, starts, action=None, deterministic: bool = False):
         """Return the action (N, *A), sampled unless given, log-probability, entropy and value (N,), and next state."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16 and starts.dim() > 1):  # in training
             features, state = self.memory(obs.float(), state, starts)
@@ -358,7 +346,7 @@ def average(x: Tensor) -> Tensor:
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
     """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile leaves out the LSTM."""
-    *rows, states, starts = minibatch
+    *rows, starts, states = minibatch  # (M/S, ...)
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
@@ -375,19 +363,17 @@ def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
         cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
-        use_bf16 = args.bf16 and run.device.type == "cpu" and cpu  # a GPU's LSTM would be float16
-        args = run.args = replace(args, bf16=use_bf16)  # evaluate uses the same
+        has_bf16 = cpu and run.device.type == "cpu"  # a GPU's LSTM would be float16
+        args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
         S = args.seq_len or T
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
-        critics = [x for m in (agent.memory.lstms[1:], agent.critic_hidden, agent.critic) for x in m.parameters()]
-        actors = [x for x in agent.parameters() if all(x is not y for y in critics)]  # a shared LSTM is the actor's
-        groups = [dict(params=actors), dict(params=critics)]
+        groups = [dict(params=[]), dict(params=[])]  # the actor's, with a shared LSTM, and the critic's
+        for name, parameter in agent.named_parameters():
+            groups[name.startswith(("critic", "memory.lstms.1"))]["params"].append(parameter)
         optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay, eps=1e-5, fused=True)  # [core 3]
-        critic_rate = args.critic_learning_rate or args.learning_rate
         gradient_fn = run.compile(compute_gradients)
         act = torch.inference_mode()(run.compile(agent.get_action_and_value))  # no gradients
         get_value = torch.inference_mode()(agent.get_value)
@@ -400,7 +386,7 @@ def train(args: Args) -> Path:
         logprobs, values, final_values = torch.zeros((3, T, N), device=run.device)
         rewards = np.zeros((T, N), np.float32)
         terminations, truncations = np.zeros((2, T, N), bool)
-        starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see cut_at_episodes
+        starts = torch.zeros((T, N))  # 1. where an observation opens an episode; on the CPU, see run_sequences
         next_state = agent.memory.initial_state(N)
         states = torch.zeros((T // S, *next_state.shape), device=run.device)  # at the start of each sequence [lstm 5]
 
@@ -410,10 +396,10 @@ def train(args: Args) -> Path:
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
             remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
-            optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
-            for group in optimizer.param_groups:
+            rates = args.learning_rate, args.critic_learning_rate or args.learning_rate
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * remaining if args.anneal_lr else rate  # [core 4]
                 group["weight_decay"] = args.weight_decay  # a resumed run may have another
-            optimizer.param_groups[1]["lr"] = critic_rate * remaining if args.anneal_lr else critic_rate
             loss_args = args
             if args.anneal_clip:  # [aux 1]; a tensor: --compile would recompile for each new number
                 loss_args = replace(args, clip_coef=to_tensor(np.float64(args.clip_coef * remaining)))
@@ -451,15 +437,14 @@ def train(args: Args) -> Path:
 
             # update
             in_sequences = lambda x: x.unflatten(0, (T // S, S)).transpose(1, 2).flatten(0, 1)  # (B/S, S, ...) [lstm 4]
-            batch = [*map(in_sequences, (obs, actions, logprobs, advantages, values, returns)), states.flatten(0, 1)]
-            b_starts = in_sequences(starts)  # (B/S, S), on the CPU
+            batch = [in_sequences(x) for x in (obs, actions, logprobs, advantages, values, returns, starts)]
+            batch.append(states.flatten(0, 1))  # (B/S, K, 2, L, H)
             stats = []  # of each minibatch
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(T * N // S).chunk(args.num_minibatches):  # [core 6]
-                    rows = mb_inds.to(run.device, non_blocking=True)
-                    minibatch = [x.index_select(0, rows) for x in batch]  # (M/S, S, ...)
+                    minibatch = [x.index_select(0, mb_inds.to(x.device, non_blocking=True)) for x in batch]
                     optimizer.zero_grad()
-                    stats.append(gradient_fn(agent, [*minibatch, b_starts[mb_inds]], loss_args))
+                    stats.append(gradient_fn(agent, minibatch, loss_args))
                     optimizer.step()
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]

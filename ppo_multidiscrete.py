@@ -14,8 +14,7 @@ Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs
 L the number of choices of all components together, H and W the height and width of a grid.
 With `torchrun --nproc-per-node 2 ppo_multidiscrete.py` each of two processes has half of N, B and M.
 
-You may stop reading at the line "MicroRTS as a vector env": what follows is that env, and then "The life of a run",
-which is the same in every script.
+You may stop reading at the line "MicroRTS as a vector env": what follows is not PPO.
 """
 # /// script
 # requires-python = ">=3.11,<3.14"
@@ -122,23 +121,20 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     """Return `num_envs` envs with SAME_STEP autoreset, whose infos hold the returns of whole episodes.
 
     Every transition is a real one: where an episode ends, its last observation is in infos["final_obs"], and the
-    returned one opens the next episode. With `render`, envs.render() returns images. If the env has a method
-    action_masks(), it gives the choices valid now, (L,) bool. Raises UserError for spaces that this script does not
-    handle.
+    returned one opens the next episode. With `render`, envs.render() returns images. Other spaces are a UserError.
+    If an env has a method action_masks(), it gives the choices valid now, (L,) bool.
     """
     if args.env_id in MICRORTS:
         options = json.loads(args.env_kwargs)
-        return RecordEpisodeStatistics(
-            MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **options)
-        )
+        envs = MicroRTSVectorEnv(args.env_id, num_envs, args.mask_actions is not False, **options)
+        return RecordEpisodeStatistics(envs)
 
     def adapt(env: gym.Env) -> gym.Env:
         env = CheckedEnv(env)
-        if isinstance(env.action_space, Discrete):
-            space, first = MultiDiscrete([env.action_space.n]), env.action_space.start
-            env = gym.wrappers.TransformAction(env, lambda action: action[0] + first, space)
-        if isinstance(env.action_space, MultiDiscrete) and (start := env.action_space.start).any():  # we count from 0
-            env = gym.wrappers.TransformAction(env, lambda action: action + start, MultiDiscrete(env.action_space.nvec))
+        if isinstance(space := env.action_space, Discrete):  # our choices count from 0
+            env = gym.wrappers.TransformAction(env, lambda action: action[0] + space.start, MultiDiscrete([space.n]))
+        elif isinstance(space, MultiDiscrete):
+            env = gym.wrappers.TransformAction(env, lambda action: action + space.start, MultiDiscrete(space.nvec))
         obs_space, action_space = env.observation_space, env.action_space
         is_grid = len(obs_space.shape or ()) == 3 and min(obs_space.shape[:2]) >= 5  # (H, W, C), as the CNN needs it
         is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)
@@ -155,22 +151,9 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     for worker in getattr(envs, "processes", ()):
         worker.terminate = worker.kill
-    if all(envs.call("has_wrapper_attr", "action_masks")) and args.mask_actions is not False:
-        envs.mask_actions = True
-        nvec = envs.single_action_space.nvec.flatten()
-        envs.get_masks = lambda units: check_masks(envs.call("action_masks"), nvec)
+    envs.mask_actions = all(envs.call("has_wrapper_attr", "action_masks")) and args.mask_actions is not False
+    envs.get_masks = functools.partial(get_masks, envs)
     return RecordEpisodeStatistics(envs)
-
-
-def check_masks(masks: tuple, nvec: np.ndarray) -> np.ndarray:
-    """Return the envs' masks as an array (N, L) bool; raises UserError if one is none, or leaves nothing to choose."""
-    for mask in masks:
-        array = np.asarray(mask, object if isinstance(mask, (list, tuple)) else None)
-        is_mask = array.shape == (nvec.sum(),) and np.isin(array, (0, 1)).all()
-        if not is_mask or not np.logical_or.reduceat(array, nvec.cumsum() - nvec).all():
-            rule = f"action_masks() must give {nvec.sum()} booleans"
-            raise UserError(f"{rule}, with a valid choice for each component, not {mask}")
-    return np.stack(masks).astype(bool)
 
 
 def env_seeds(args: Args, num_envs: int, *key: int) -> list[int]:
@@ -187,10 +170,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2), bias: float = 0.0) -
 
 
 class Agent(nn.Module):
-    """Chooses each component of an action separately [multi 1], among its valid choices [aux 4].
-
-    For vectors an actor and a critic that share nothing [core 13], for grids (H, W, C) a CNN that they share.
-    """
+    """Chooses each component of an action separately [multi 1], among its valid choices [aux 4]."""
 
     def __init__(self, envs: VectorEnv, args: Args):
         super().__init__()
@@ -198,35 +178,33 @@ class Agent(nn.Module):
         self.envs = envs.unwrapped
         self.envs_tell = getattr(envs.unwrapped, "mask_actions", False)
         obs_shape = envs.single_observation_space.shape
-        self.action_shape = envs.single_action_space.shape
-        self.nvec = envs.single_action_space.nvec.flatten().tolist()
-        first_choices = torch.tensor(self.nvec).cumsum(0) - torch.tensor(self.nvec)  # each component's column of L
-        self.register_buffer("first_choices", first_choices, persistent=False)
-        # (N, L) bool, the valid choices when the agent last acted; all of them, as here, if the env has no masks
-        all_valid = torch.ones((envs.num_envs, sum(self.nvec)), dtype=torch.bool)
-        self.register_buffer("masks", all_valid, persistent=False)
+        nvec = torch.as_tensor(envs.single_action_space.nvec)  # (*A), the number of choices of each component
+        self.nvec = nvec.flatten().tolist()
+        first_choices = nvec.flatten().cumsum(0).view_as(nvec) - nvec  # each component's column of L
+        self.first_choices = nn.Buffer(first_choices, persistent=False)
+        # (N, L), the valid choices when the agent last acted; all of them, as here, if the env has no masks
+        self.masks = nn.Buffer(torch.ones((envs.num_envs, sum(self.nvec)), dtype=torch.bool), persistent=False)
 
         def mlp(out_features: int, std: float) -> nn.Sequential:
             hidden1 = layer_init(nn.Linear(obs_shape[0], 64))
             hidden2 = layer_init(nn.Linear(64, 64))
             return nn.Sequential(hidden1, nn.Tanh(), hidden2, nn.Tanh(), layer_init(nn.Linear(64, out_features), std))
 
-        if len(obs_shape) == 1:
-            self.network = None
+        if len(obs_shape) == 1:  # an actor and a critic that share nothing [core 13]
             self.critic = mlp(1, std=1.0)
             self.actor = mlp(sum(self.nvec), std=0.01)  # small: the first policy is almost uniform
-        else:
+        else:  # a grid (H, W, C): they share a CNN
             height, width, channels = obs_shape
-            self.network = nn.Sequential(
-                layer_init(nn.Conv2d(channels, 16, 3, stride=2)), nn.ReLU(), layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU()
-            )
+            conv1 = layer_init(nn.Conv2d(channels, 16, 3, stride=2))
+            conv2 = layer_init(nn.Conv2d(16, 32, 2))
+            self.network = nn.Sequential(conv1, nn.ReLU(), conv2, nn.ReLU())
             self.hidden = layer_init(nn.Linear(32 * ((height - 3) // 2) * ((width - 3) // 2), 128))
             self.critic = layer_init(nn.Linear(128, 1), std=1.0)
             self.actor = layer_init(nn.Linear(128, sum(self.nvec)), std=0.01)
 
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, F) -> (N, F), or (N, H, W, C) -> (N, 128), float32."""
-        if self.network is None:
+        if obs.dim() == 2:
             return obs.float()
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             planes = obs.to(torch.bfloat16 if self.bf16 else torch.float32).movedim(-1, 1)  # channels last in memory
@@ -243,13 +221,8 @@ class Agent(nn.Module):
         masks = self.envs.get_masks(None if units is None else units.cpu().numpy())
         self.masks.copy_(torch.as_tensor(masks))  # in place: a CUDA graph reads them at a fixed address
 
-    def get_action_and_value(
-        self, obs: Tensor, action: Tensor | None = None, masks: Tensor | None = None, deterministic: bool = False
-    ):
-        """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,).
-
-        A given action needs the `masks` (N, L) under which it was chosen; without them the latest masks are used.
-        """
+    def get_action_and_value(self, obs, action=None, masks=None, deterministic: bool = False):
+        """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
         hidden = self.encode(obs)
         logits = self.actor(hidden)  # of all components, one after the other
         if action is None:  # the argmax of logits plus Gumbel noise is a sample
@@ -259,11 +232,11 @@ class Agent(nn.Module):
                 self.ask_envs(scores.masked_fill(~self.masks, -math.inf)[:, : self.nvec[0]].argmax(-1))
                 scores = scores.masked_fill(~self.masks, -math.inf)
             action = torch.stack([x.argmax(-1) for x in scores.split(self.nvec, -1)], -1)
-            action = action.unflatten(1, self.action_shape)
-        if self.envs_tell:
+            action = action.unflatten(1, self.first_choices.shape)
+        if self.envs_tell:  # masks: those by which a given action was chosen
             logits = logits.masked_fill(~(self.masks if masks is None else masks), -1e9)  # exp(-1e9) is 0
         log_probs = torch.cat([x.log_softmax(-1) for x in logits.split(self.nvec, -1)], -1)  # (N, L)
-        logprob = log_probs.gather(-1, action.flatten(1) + self.first_choices).sum(-1)
+        logprob = log_probs.gather(-1, (action + self.first_choices).flatten(1)).sum(-1)
         probs = log_probs.softmax(-1)  # exp(log_probs) / K, as each of K components sums to 1; exp() is slow at -1e9
         entropy = -len(self.nvec) * (probs * log_probs).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
@@ -340,8 +313,7 @@ def train(args: Args) -> Path:
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
-        envs = make_envs(args, N)
-        run.callback(envs.close)  # when the run ends
+        envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         run.callback(gc.unfreeze)
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
@@ -542,6 +514,19 @@ def open_field(java_class: type, name: str) -> object:
 
 
 PLANES = np.array([5, 5, 3, 8, 6])  # one-hot sizes of hit points, resources, owner, unit type, current action
+
+
+def get_masks(envs: VectorEnv, units: np.ndarray | None) -> np.ndarray:
+    """Other envs' action_masks(), (N, L) bool; a UserError if one is none, or leaves nothing to choose."""
+    nvec = envs.single_action_space.nvec.flatten()
+    masks = envs.call("action_masks")
+    for mask in masks:
+        array = np.asarray(mask, object if isinstance(mask, (list, tuple)) else None)
+        is_mask = array.shape == (nvec.sum(),) and np.isin(array, (0, 1)).all()
+        if not is_mask or not np.logical_or.reduceat(array, nvec.cumsum() - nvec).all():
+            rule = f"action_masks() must give {nvec.sum()} booleans"
+            raise UserError(f"{rule}, with a valid choice for each component, not {mask}")
+    return np.stack(masks).astype(bool)
 
 
 class MicroRTSVectorEnv(gym.vector.VectorEnv):

@@ -38,21 +38,21 @@ MOST_CHANGES = {
     "train": {
         "ppo_atari": (6, 6),
         "ppo_continuous_action": (2, 14),
-        "ppo_lstm": (17, 38),
-        "ppo_atari_lstm": (8, 25),
+        "ppo_lstm": (15, 36),
+        "ppo_atari_lstm": (6, 19),
         "ppo_multidiscrete": (7, 14),
     },
-    "evaluate": {"ppo_lstm": (2, 6), "ppo_atari_lstm": (2, 6)},
+    "evaluate": {"ppo_lstm": (2, 5), "ppo_atari_lstm": (2, 5)},
 }
 
 # the longest that each script may be, in lines; they may come down, but never go up
 MOST_LINES = {
     "ppo": 715,
-    "ppo_atari": 785,
-    "ppo_continuous_action": 795,
-    "ppo_atari_lstm": 865,
-    "ppo_lstm": 865,
-    "ppo_multidiscrete": 1075,  # with MicroRTS, which has lines of its own
+    "ppo_atari": 775,
+    "ppo_continuous_action": 785,
+    "ppo_atari_lstm": 845,
+    "ppo_lstm": 850,
+    "ppo_multidiscrete": 1060,  # with MicroRTS, which has lines of its own
 }
 SLACK = 1.02  # so that a repair of two lines does not fail
 MOST_LINES_OF_MICRORTS = 280
