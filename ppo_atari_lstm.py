@@ -36,7 +36,7 @@ import functools
 import json
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle torch threads soon sleep: spinning is slow on a busy machine
@@ -476,9 +476,9 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
         path.parent.mkdir(exist_ok=True)
         film = imageio.get_writer(path, fps=envs.metadata.get("render_fps", 30), macro_block_size=2)
     returns = []
-    with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(args.seed)  # and not the GPU's
-        agent = Agent(envs, args).eval()
+        agent = Agent(envs, args).eval().requires_grad_(False)  # an env may need gradients
         load_checkpoint(state["path"], agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         act = functools.partial(agent.get_action_and_value, deterministic=args.deterministic)
@@ -507,14 +507,12 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
 # ----------------------------------------------------------------------------------------------------------------------
 import argparse
 import atexit
-import multiprocessing
 import random
 import signal
 import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -527,6 +525,7 @@ RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and e
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
+    os.register_at_fork(after_in_child=np.random.seed)  # as Python's own
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for this process
@@ -601,25 +600,30 @@ class CheckedEnv(gym.Wrapper):
         super().__init__(env)
         self.unchecked = 2  # the observations of the first reset and of the first step
         self.before = random.getstate(), np.random.get_state()  # close() restores them
-        self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv")
-        if self.in_worker:
+        spaces = [space for e in (env, self.unwrapped) for space in (e.action_space, e.observation_space)]
+        self.seeders = [random.seed, np.random.seed, *(space.seed for space in spaces)]
+        if torch.multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv"):
+            self.seeders.append(torch.default_generator.manual_seed)  # elsewhere it samples the actions
             os.setpgrp()  # Ctrl-C in a terminal is for the main process
             for signum in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, lambda *_: signal.alarm(30))  # the main process ends it before
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            spaces = [space for e in (self.env, self.unwrapped) for space in (e.action_space, e.observation_space)]
-            seeders = [random.seed, np.random.seed, *(space.seed for space in spaces)]
-            seeders += [torch.default_generator.manual_seed] * self.in_worker  # elsewhere it samples the actions
-            for seeder, number in zip(seeders, np.random.SeedSequence(seed).generate_state(7).tolist()):
+            for seeder, number in zip(self.seeders, np.random.SeedSequence(seed).generate_state(7).tolist()):
                 seeder(number)
-        return self.check(self.env.reset(seed=seed, options=options)[0]), {}
+        return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
 
     def step(self, action):
-        obs, *numbers, _ = self.env.step(self.action_space.dtype.type(action))
+        obs, *numbers, _ = self.call(self.env.step, self.action_space.dtype.type(action))
         numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in numbers]
         return self.check(obs), *numbers, {}
+
+    def call(self, method: Callable, *args, **options):
+        try:
+            return method(*args, **options)
+        except (Exception, SystemExit) as error:  # not every error can be sent to another process
+            raise RuntimeError(f"an env raised {error!r}; the last checkpoint is good") from error
 
     def check(self, obs):
         if self.unchecked > 0:
@@ -627,8 +631,7 @@ class CheckedEnv(gym.Wrapper):
             try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
                 concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
             except Exception as error:
-                given = f"an observation of shape {np.shape(obs)} and dtype {np.asarray(obs).dtype}"
-                raise UserError(f"{self.spec.id} gave {given}, not of {self.observation_space}: {error}") from None
+                raise UserError(f"{self.spec.id} gave {obs!r:.300}, not of {self.observation_space}: {error}") from None
         return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
 
     def close(self):
@@ -663,16 +666,12 @@ class Run(contextlib.ExitStack):
         self.args = args
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
-        launcher = f"-{os.getppid()}" if PROCESSES > 1 else ""  # torchrun
-        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}{launcher}").absolute()])[0]
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and not args.resume:
-            args.resume = max(map(str, Path("runs").glob(f"{name}__*{launcher}/checkpoint.pt")), default=None)
-        args.resume = gather([args.resume and str(Path(args.resume).absolute())])[0]
+        self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
+        args.resume = args.resume and str(Path(args.resume).absolute())  # an env may change the directory
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.episodes_restart = True  # by reset(), before the next rollout
-        self.wandb = None  # the module, if it works
         torch.set_num_threads(args.torch_threads or CORES)
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32
@@ -687,8 +686,7 @@ class Run(contextlib.ExitStack):
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
-            program = "python" if PROCESSES == 1 else "torchrun, with its options as before,"
-            tell(f"stopped by signal {SIGNALS[0]}; to go on: {program} {__file__} --resume {self.folder}")
+            tell(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}")
             sys.exit(128 + SIGNALS[0])
 
     def begin(self, agent: nn.Module, optimizer) -> None:
@@ -705,8 +703,7 @@ class Run(contextlib.ExitStack):
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # raises if another run has it
             script = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
             script.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
-            if self.args.track:
-                self.start_wandb()  # it listens to the writer made next
+            self.wandb = self.start_wandb() if self.args.track else None  # before the writer
             self.writer = self.enter_context(SummaryWriter(self.folder, purge_step=self.global_step + 1))
             plain = {name: x if type(x) in (int, float, str) else str(x) for name, x in asdict(self.args).items()}
             for summary in torch.utils.tensorboard.summary.hparams(plain, {"charts/mean_return_100": 0.0}):
@@ -717,8 +714,8 @@ class Run(contextlib.ExitStack):
             tell(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}")
         self.save(agent, optimizer)
 
-    def start_wandb(self) -> None:
-        """Mirror the log to wandb, on resume to the same run; its failure never stops a run."""
+    def start_wandb(self):
+        """Mirror the log to wandb, on resume to the same run; None if that fails."""
         try:
             import wandb
 
@@ -730,13 +727,12 @@ class Run(contextlib.ExitStack):
             self.push(lambda kind, *_: wandb.finish(exit_code=1 if kind else 0))
             run.define_metric("*", step_metric="global_step")
             run.log_code(str(self.folder))
-            self.wandb = wandb
+            return wandb
         except Exception as error:  # no network, no login
             print(f"wandb is off for this run: {error}", file=sys.stderr)
 
     def reset(self, envs: VectorEnv) -> np.ndarray:
         """Begin new episodes, on seeds that no other process and no other iteration has."""
-        self.episodes_restart = False
         if RANK > 0 or self.iteration > 0:  # so no state of a random generator needs to be saved
             torch.manual_seed(env_seeds(self.args, PROCESSES, SAMPLING, self.iteration)[RANK])
         seeds = env_seeds(self.args, self.args.num_envs, TRAINING, self.iteration)
@@ -775,6 +771,7 @@ class Run(contextlib.ExitStack):
             self.require_finite(**minibatch)
         self.iteration += 1
         self.global_step += self.args.batch_size
+        self.episodes_restart = self.args.exact_resume and self.iteration % self.args.checkpoint_every == 0
         if episodes := gather(self.episodes):
             scalars["charts/episodic_return"], scalars["charts/episodic_length"] = np.mean(episodes, axis=0)
             recent = self.kept["recent"] = [*self.kept["recent"], *episodes][-100:]
@@ -802,7 +799,6 @@ class Run(contextlib.ExitStack):
 
     def save(self, agent: nn.Module, optimizer) -> None:
         """Write all that a resumed run needs; a kill or a crash leaves the old file or the new one."""
-        self.episodes_restart |= self.args.exact_resume  # as after a time limit
         unscheduled = self.iteration < self.args.num_iterations and self.iteration % self.args.checkpoint_every
         if RANK > 0 or (SIGNALS and self.args.exact_resume and unscheduled):
             return  # resumed from here, it would have a reset that an unbroken run has not
@@ -822,7 +818,11 @@ class Run(contextlib.ExitStack):
         """Play with the agent just saved, and log the mean return; a signal ends it."""
         if RANK > 0 or not self.args.eval_episodes or SIGNALS:
             return
-        if (returns := evaluate(self.folder / "checkpoint.pt", self.args.eval_episodes, self.args)) and not SIGNALS:
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # an env may seed
+        returns = evaluate(self.folder / "checkpoint.pt", self.args.eval_episodes, self.args)
+        for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), before):
+            restore(state)
+        if returns and not SIGNALS:
             self.writer.add_scalar("eval/episodic_return", np.mean(returns), self.global_step)
         if self.wandb and self.args.capture_video:
             with contextlib.suppress(Exception):  # no failure of wandb stops a run

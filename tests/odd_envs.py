@@ -20,8 +20,40 @@ DRAWS = {  # two numbers from 0 to 1, from a source of randomness that is not en
     "torch": lambda env: torch.rand(2).numpy(),
     "a wrapper's space": lambda env: np.zeros(2),
 }
+
+
+class OfTwo(Exception):
+    """Cannot be pickled: it is made of two arguments, and keeps one."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def raise_of_two():
+    raise OfTwo("out of", "fuel")
+
+
+def learn():
+    x = torch.ones(2, requires_grad=True)
+    (x**2).sum().backward()
+    return x.grad.numpy() / 4
+
+
+def seed_all():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+ERRORS = {"sys.exit": sys.exit, "an error of two": raise_of_two}  # in a step in the midst
+OBSERVED = DRAWS | {
+    "a gradient": lambda env: learn(),
+    "drawn at first": lambda env: env.drawn,
+    "seeds all": lambda env: np.random.rand(2),
+}
 BEGINNINGS = {  # what a constructor does besides
     "seeds torch": lambda: torch.manual_seed(0),
+    "seeds all": seed_all,
     "moves": lambda: os.chdir(os.sep),
 }
 INFOS = {
@@ -44,6 +76,7 @@ PIXELS = Box(0, 255, (2,), np.uint8)
 MISFITS = {  # the space, and what is observed instead
     "fractions for pixels": (PIXELS, lambda: np.array([0.2, 254.9])),
     "below 0 for pixels": (PIXELS, lambda: np.array([-1, 1])),
+    "ragged numbers": (VECTOR, lambda: [[0.5], [0.5, 0.5]]),
     "one number for two": (VECTOR, lambda: np.array([0.5], np.float32)),
     "a number for a vector": (VECTOR, lambda: 0.5),
     "a row for a vector": (VECTOR, lambda: np.zeros((1, 2), np.float32)),
@@ -58,6 +91,8 @@ class Odd(gym.Env):
 
     def __init__(self, what: str, since: int = 0, actions: str = ""):
         self.what, self.since, self.count = what, since, 0
+        if what == "drawn at first":
+            self.drawn = np.random.rand(2)
         self.observation_space = MISFITS[what][0] if what in MISFITS else Box(0, 1, (2,), np.float32)
         self.action_space = ACTION_SPACES[actions]()
         BEGINNINGS.get(what, lambda: None)()
@@ -69,7 +104,7 @@ class Odd(gym.Env):
         self.count += 1
         if self.what in MISFITS:
             return MISFITS[self.what][1]() if self.count > self.since else self.observation_space.sample()
-        return np.asarray(DRAWS[self.what](self) if self.what in DRAWS else np.zeros(2), np.float32)
+        return np.asarray(OBSERVED[self.what](self) if self.what in OBSERVED else np.zeros(2), np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -78,8 +113,8 @@ class Odd(gym.Env):
 
     def step(self, action):
         self.t += 1
-        if self.what == "sys.exit" and self.count == 20:
-            sys.exit()
+        if self.what in ERRORS and self.count == 20:
+            ERRORS[self.what]()
         if self.what == "stuck" and self.count == 100:
             sum(range(10**13))  # for hours, and not in Python
         number = NUMBERS.get(self.what, lambda x: x)

@@ -109,8 +109,16 @@ def test_each_component_has_bounds_of_its_own(box_script):
     """Catches: NaN where bounds meet, infinity where they are as wide as floats, an action between them that is always
     at one, as another has none, and an action that rounding takes past its bound."""
     received, space = receive(box_script, "Mixed-v0", [[0.5, 3, 4, -1], [-7, -3, -4, 0], [0, 0, 0, 1]])
-    np.testing.assert_allclose(received, [[2, 3, 4, 0.7], [2, 0, -4, 0.8], [2, 0, 0, 0.9]], rtol=1e-6)
-    assert (space.low[3], space.high[3], space.high[1]) == (-1, 1, np.inf)
+    np.testing.assert_allclose(received, [[2, 4, 4, 0.7], [2, 0, -4, 0.8], [2, 1, 0, 0.9]], rtol=1e-6)
+    assert (space.low[3], space.high[3], space.low[1], space.high[1]) == (-1, 1, -1, np.inf)
+
+
+@pytest.mark.parametrize(("bound", "middle"), [(dict(low=50), 51), (dict(high=-5), -6)])
+def test_a_policy_begins_beside_a_single_bound(box_script, bound, middle):
+    """Catches: samples about 0 that are all clipped to a bound far away, so that nothing is ever learnt."""
+    received, _ = receive(box_script, "NoBounds-v0", [[0, 0.5], [-3, 3]], **bound)
+    beyond = [middle - 3, middle + 3]
+    np.testing.assert_allclose(received, [[middle, middle + 0.5], np.clip(beyond, bound.get("low"), bound.get("high"))])
 
 
 @pytest.mark.parametrize(("low", "high"), [(50, 100), (-0.01, 0.01)])

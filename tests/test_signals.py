@@ -154,7 +154,7 @@ def test_only_workers_of_async_envs_leave_the_group(script, monkeypatch, name, l
     """Catches: a training in a user's own pool that Ctrl-C does not reach."""
     left = []
     monkeypatch.setattr(script.os, "setpgrp", lambda: left.append(True))
-    monkeypatch.setattr(script.multiprocessing.current_process(), "_name", name)
+    monkeypatch.setattr(torch.multiprocessing.current_process(), "_name", name)
     script.make_envs(small_args(script), 1).close()
     assert bool(left) == leaves
 

@@ -1,7 +1,6 @@
 """torchrun: when a script takes itself for a part of it, what is refused, joined, written once, done at a signal."""
 
 import importlib
-import os
 import re
 import signal
 import subprocess
@@ -136,29 +135,3 @@ def test_torchrun():
     scalars = read_scalars(run_dir)
     assert [step for step, _ in scalars["losses/value_loss"]] == [512 * (i + 1) for i in range(state["iteration"])]
     assert output.count("evaluation: mean return") >= len(scalars["eval/episodic_return"]) >= 1
-
-
-def test_a_restart_goes_on():
-    """Catches: what torchrun restarts begins a run of its own, or goes on with another's of the same name."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [str(ROOT / "ppo.py"), *flags(checkpoint_every=1, total_timesteps=20_480)]
-    ppo = importlib.import_module("ppo")
-    other = ppo.train(small_args(ppo, exp_name="ppo"))  # finished, and of the same name
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes join what has ended
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    with subprocess.Popen(command, **options) as process:
-        ours = lambda: [path for path in Path("runs").absolute().glob("*/checkpoint.pt") if path.parent != other]
-        load = lambda path: torch.load(path, weights_only=True)
-        wait_until(lambda: any(load(path)["iteration"] > 1 for path in ours()) or process.poll() is not None)
-        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
-        workers = [int(pid) for task in tasks for pid in task.read_text().split()]
-        os.utime(other / "checkpoint.pt")  # the newest, if only for a moment
-        os.kill(max(workers), signal.SIGKILL)
-        output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    (run_dir,) = [path.parent for path in ours()]
-    assert re.findall(r"^(?:starting|resuming) .*", output, re.MULTILINE) == [
-        f"starting {run_dir} on cpu",
-        f"resuming {run_dir} on cpu",
-    ], errors
-    assert load(run_dir / "checkpoint.pt")["iteration"] == 40
