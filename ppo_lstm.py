@@ -160,7 +160,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
             spaces = "vectors and Discrete or float actions (those with action_masks() are for ppo_multidiscrete.py)"
             raise UserError(f"{args.env_id} has {obs_space} and {space}, not {spaces}")
         if is_float:
-            below, above = space.low > -1e30, space.high < 1e30  # the components with a lower bound, with an upper one
+            below, above = np.float64(space.low) > -1e30, np.float64(space.high) < 1e30  # has a lower, an upper bound
             low = np.where(below, space.low, np.where(above, space.high - 2, -1))
             high = np.where(above, space.high, low + 2)
             middle, half = (low + high) / 2, (high - low) / 2  # bounds become -1 and 1, about which a policy begins
