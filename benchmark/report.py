@@ -231,7 +231,8 @@ NOTES = {
     "gradient steps on as large minibatches as the defaults do, the last 100 episodes have 3,021 at 8.92M (the "
     "defaults' two seeds above: 2,217 and 1,398 by then). Rollouts of 128 steps, with four times as large minibatches, "
     "are ahead of that: 2,005 at 5.78M (the defaults: 1,322 and 805). Larger steps are worse, at 3.57M: 1,197 becomes "
-    "751 with twice the learning rate, and 452 with a clip coefficient of 0.2 as well; the KL of the updates is 0.009, 0.02 and 0.04.",
+    "751 with twice the learning rate, and 452 with a clip coefficient of 0.2 as well; the KL of the updates is "
+    "0.009, 0.02 and 0.04.",
     "ppo_multidiscrete": "The published values with masks are of a coarser mask than ours, which excludes every action "
     "that the game would refuse. That is not known to be all of the distance on MicrortsRandomEnemyShapedReward3-v1: "
     "its three runs ended in the same local optimum, but another run of seed 1, on another machine, built light units "
