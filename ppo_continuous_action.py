@@ -524,7 +524,7 @@ def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=
 
 
 def saved_args(run: Path | str, **changes) -> Args:
-    """The arguments of a run, with changes: train(saved_args(folder, gamma=0.9)) goes on with it."""
+    """The arguments of a run, with changes: train(saved_args(folder, gamma=0.9)) resumes it."""
     return Args(**load_checkpoint(run)["args"] | dict(resume=str(run)) | changes)
 
 
@@ -541,12 +541,14 @@ class CheckedEnv(gym.Wrapper):
             self.seeders.append(torch.default_generator.manual_seed)  # elsewhere it samples the actions
             os.setpgrp()  # Ctrl-C in a terminal is for the main process
             for signum in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(signum, lambda *_: signal.alarm(30))  # the main process ends it before
+                signal.signal(signum, lambda *_: signal.alarm(30))  # the main process ends it first
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             for seeder, number in zip(self.seeders, np.random.SeedSequence(seed).generate_state(7).tolist()):
                 seeder(number)
+            if not isinstance(self.unwrapped.np_random, np.random.RandomState):
+                self.unwrapped.np_random = np.random.default_rng(seed)  # its reset may not
         return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
 
     def step(self, action):
@@ -702,8 +704,7 @@ class Run(contextlib.ExitStack):
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])
         means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
-        for minibatch in stats if not math.isfinite(scalars["losses/grad_norm"]) else ():
-            self.require_finite(**minibatch)
+        self.require_finite(grad_norm=scalars["losses/grad_norm"])
         self.iteration += 1
         self.global_step += self.args.batch_size
         self.episodes_restart = self.args.exact_resume and self.iteration % self.args.checkpoint_every == 0
@@ -739,12 +740,11 @@ class Run(contextlib.ExitStack):
             return  # resumed from here, it would have a reset that an unbroken run has not
         self.writer.flush()  # the log is never behind the checkpoint
         self.kept["wandb_id"] = self.wandb.run.id if self.wandb and SIGNALS else None  # a killed run may log more steps
-        best_score = self.kept.get("best_score", -math.inf)
-        self.kept["best_score"] = max(self.kept["score"], best_score)
+        self.kept["best_score"] = max(self.kept["score"], self.kept.get("best_score", -math.inf))
         state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), args=asdict(self.args))
         state |= dict(iteration=self.iteration, global_step=self.global_step, kept=self.kept)
         temporary = self.folder / "checkpoint.tmp"
-        for name in ("checkpoint.pt", "best.pt")[: 1 + (self.kept["score"] >= best_score)]:
+        for name in ("checkpoint.pt", "best.pt")[: 1 + (self.kept["score"] == self.kept["best_score"])]:
             torch.save(torch.utils._pytree.tree_map_only(np.generic, np.generic.item, state), temporary)
             torch.load(temporary, map_location="cpu", weights_only=True)  # can it be read back?
             os.replace(temporary, self.folder / name)

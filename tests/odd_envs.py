@@ -12,13 +12,14 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from probe_envs import ACTION_SPACES
 
-DRAWS = {  # two numbers from 0 to 1, from a source of randomness that is not env.np_random
+DRAWS = {  # two numbers from 0 to 1, from a source of randomness that is not env.np_random, seeded
     "numpy": lambda env: np.random.rand(2),
     "python": lambda env: [random.random(), random.random()],
     "its observation space": lambda env: env.observation_space.sample(),
     "its action space": lambda env: [sum(env.action_space.sample() / 2.0**k for k in range(1, 24)), 0.0],
     "torch": lambda env: torch.rand(2).numpy(),
     "a wrapper's space": lambda env: np.zeros(2),
+    "np_random, which it forgets to seed": lambda env: env.np_random.random(2),
 }
 
 
@@ -49,6 +50,7 @@ ERRORS = {"sys.exit": sys.exit, "an error of two": raise_of_two}  # in a step in
 OBSERVED = DRAWS | {
     "a gradient": lambda env: learn(),
     "drawn at first": lambda env: env.drawn,
+    "an old generator": lambda env: env.np_random.rand(2),
     "seeds all": lambda env: np.random.rand(2),
 }
 BEGINNINGS = {  # what a constructor does besides
@@ -93,6 +95,8 @@ class Odd(gym.Env):
         self.what, self.since, self.count = what, since, 0
         if what == "drawn at first":
             self.drawn = np.random.rand(2)
+        if what == "an old generator":
+            self.np_random = np.random.RandomState(0)
         self.observation_space = MISFITS[what][0] if what in MISFITS else Box(0, 1, (2,), np.float32)
         self.action_space = ACTION_SPACES[actions]()
         BEGINNINGS.get(what, lambda: None)()
@@ -107,7 +111,8 @@ class Odd(gym.Env):
         return np.asarray(OBSERVED[self.what](self) if self.what in OBSERVED else np.zeros(2), np.float32)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+        if self.what not in ("np_random, which it forgets to seed", "an old generator"):
+            super().reset(seed=seed)
         self.t = 0
         return self.observe(), INFOS.get(self.what, lambda t: {})(0)
 

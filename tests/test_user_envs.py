@@ -68,6 +68,11 @@ def test_an_envs_generators_differ():
     envs.close()
 
 
+def test_an_env_keeps_a_generator_of_its_own():
+    """Catches: numpy's old RandomState replaced by a Generator, which has not its methods."""
+    assert observe(odd_args(ppo, "an old generator"), [1, 2]).std() > 0
+
+
 @pytest.mark.parametrize("source", ["numpy", "python", "its observation space"])
 def test_a_seed_fixes_training_and_evaluations_change_nothing(source):
     """Catches: two runs of one seed that differ; an evaluation that moves the streams of training's envs."""
