@@ -380,7 +380,6 @@ def train(args: Args) -> Path:
                 approx_kl = torch.stack([mb["approx_kl"] for mb in stats[-args.num_minibatches :]]).mean()  # this epoch
                 if args.target_kl is not None and average(approx_kl) > args.target_kl:  # [aux 3]
                     break
-
             if args.norm_obs:  # only now: the update must normalise as the rollout did
                 agent.obs_norm.update(obs.flatten(0, 1))
 
