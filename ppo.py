@@ -404,8 +404,10 @@ class UserError(Exception):
 def require(args: Args, names: str, valid: Callable, rule: str) -> None:
     """Raise a UserError if one of these arguments is not valid."""
     for name in names.split():
-        if not valid(value := getattr(args, name)):
-            raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {value}")
+        with contextlib.suppress(TypeError, ValueError):  # of another type, or no JSON
+            if valid(getattr(args, name)):
+                continue
+        raise UserError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(args, name)}")
 
 
 def check_args(args: Args) -> None:
@@ -421,10 +423,7 @@ def check_args(args: Args) -> None:
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
     divides = lambda x: args.batch_size % (x * processes) == 0 and args.batch_size > x * processes * args.norm_adv
     require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, with 2 for each process")
-    try:
-        json.loads(args.env_kwargs).items()
-    except (AttributeError, TypeError, ValueError):
-        raise UserError(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from None
+    require(args, "env_kwargs", lambda x: isinstance(json.loads(x), dict), "a JSON object")
     if args.evaluate or args.capture_video or args.eval_every:
         args.eval_episodes = args.eval_episodes or 10
 
@@ -715,6 +714,7 @@ def main() -> None:
     elif RANK == 0:
         torch.set_num_threads(args.torch_threads or CORES)
         evaluate(args.evaluate, args.eval_episodes, args)
+        sys.exit(128 + SIGNALS[0] if SIGNALS else 0)
 
 
 if __name__ == "__main__":

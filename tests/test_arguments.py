@@ -164,6 +164,14 @@ def test_a_refusal_is_one_sentence(main):
         assert len(result[2].splitlines()) == 1
 
 
+def test_an_argument_of_another_type(script):
+    """Catches: a number read from a file as text, answered by the traceback of a comparison."""
+    with pytest.raises(script.UserError, match="--num-envs must be at least 1, not 8"):
+        small_args(script, num_envs="8")
+    with pytest.raises(script.UserError, match="--env-kwargs must be a JSON object"):
+        small_args(script, env_kwargs={})
+
+
 @pytest.mark.parametrize(("name", "env_id", "word"), UNKNOWN_ENVS)
 def test_unknown_env_id(main, name, env_id, word):
     """Catches: a typo in the id answered by a traceback, and by no hint."""

@@ -112,6 +112,17 @@ def test_the_process_is_stopped_in_an_endless_evaluation(launcher):
     assert "Traceback" not in process.stderr
 
 
+def test_half_an_evaluation_by_itself_is_no_success(launcher):
+    """Catches: exit code 0 of a stopped --evaluate, upon which a shell goes on to what was to follow it."""
+    run_dir = ppo.train(small_args(ppo))
+    process = launcher.start("ppo", "--evaluate", str(run_dir), "--eval-episodes", "1000000", "--capture-video")
+    wait_until(lambda: (run_dir / "videos").exists() or not process.running())  # the handlers are set
+    process.send(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "of 1000000 episodes" in process.stdout
+
+
 def limit_evaluations(monkeypatch, script, steps: int) -> None:
     """Have the script's evaluations given up after so many steps for each episode, instead of 100,000."""
 
