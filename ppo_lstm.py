@@ -616,7 +616,7 @@ class CheckedEnv(gym.Wrapper):
             for seeder, number in zip(self.seeders, np.random.SeedSequence(seed).generate_state(7).tolist()):
                 seeder(number)
             if not isinstance(self.unwrapped.np_random, np.random.RandomState):
-                self.unwrapped.np_random = np.random.default_rng(seed)  # its reset may not
+                gym.Env.reset(self.unwrapped, seed=seed)  # its own may not
         return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
 
     def step(self, action):

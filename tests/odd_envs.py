@@ -144,6 +144,12 @@ class Learner(Odd):
         return super().step(action)
 
 
+class Own(Odd):
+    """Draws from a generator that cannot be set."""
+
+    np_random = property(lambda self: np.random.default_rng(self.count))
+
+
 class Sampling(gym.ObservationWrapper):
     """Observes samples of a space of its own."""
 
@@ -156,5 +162,6 @@ class Sampling(gym.ObservationWrapper):
 
 
 gym.register("Odd-v0", entry_point=Odd)
+gym.register("Own-v0", entry_point=Own)
 gym.register("Sampling-v0", entry_point=Sampling)
 gym.register("Learner-v0", entry_point=Learner)

@@ -69,8 +69,11 @@ def test_an_envs_generators_differ():
 
 
 def test_an_env_keeps_a_generator_of_its_own():
-    """Catches: numpy's old RandomState replaced by a Generator, which has not its methods."""
+    """Catches: numpy's old RandomState replaced by a Generator, which has not its methods; an error upon np_random
+    that is a property."""
     assert observe(odd_args(ppo, "an old generator"), [1, 2]).std() > 0
+    own = odd_args(ppo, "np_random, which it forgets to seed", env_id="odd_envs:Own-v0")
+    assert observe(own, [1, 2]).std() > 0
 
 
 @pytest.mark.parametrize("source", ["numpy", "python", "its observation space"])
