@@ -829,8 +829,8 @@ class Run(contextlib.ExitStack):
                 self.wandb.log({"eval/videos": film, "global_step": self.global_step})
 
 
-def main() -> None:
-    """Do what the command line says, on top of the arguments of a run to resume or evaluate."""
+def main() -> int:
+    """Do what the command line says, on top of the arguments of a run to resume or evaluate; return an exit code."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, functools.partial(note_signal, os.getpid()))
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
@@ -850,12 +850,12 @@ def main() -> None:
     elif RANK == 0:
         torch.set_num_threads(args.torch_threads or CORES)
         evaluate(args.evaluate, args.eval_episodes, args)
-        sys.exit(128 + SIGNALS[0] if SIGNALS else 0)
+    return 128 + SIGNALS[0] if args.evaluate and SIGNALS else 0  # of a run, train() tells
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except (UserError, gym.error.Error, ModuleNotFoundError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
