@@ -227,7 +227,9 @@ NOTES = {
     "ppo": "CartPoleHidden-v1 shows positions and no velocities, as `ppo_lstm.py` sees CartPole; here with the "
     "defaults of `ppo.py`, which were not chosen for it.",
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
-    "pays nothing for the step in which it falls, so it was run in both versions.",
+    "pays nothing for the step in which it falls, so it was run in both versions. The rows of commit 5c5b858 are older "
+    "than the mapping of the actions' bounds to -1 and 1, which are 0.4 in Humanoid, 2 in Pusher and 3 in "
+    "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0).",
     "ppo_atari": "The published values are of three seeds and 10M steps. Better settings are being looked for on "
     "BeamRider (`benchmark/results/tune__atari.csv`: seed 1001, on a GPU, stopped before the schedule's 10M steps). "
     "With 64 games in rollouts of 32 steps, 8 minibatches and no clipping of the value loss, which takes as many "
@@ -633,7 +635,9 @@ def page_of_settings() -> str:
         "value changed, the settings below have -31.9 / -30.5 (a lambda of 0.9), -29.7 / -28.1 (of 0.98), -29.1 / "
         "-28.0 (4 envs of 512 steps) and -28.9 / -28.7 (twice the learning rate; -29.9 / -29.6 on seed 1002, "
         "-28.4 / -28.4 on 1003), -29.1 / -28.2 (a first standard deviation of e^-1), on seed 1002 -29.7 / -29.0 (an "
-        "entropy bonus of 0.003) and -29.2 / -29.0 (20 epochs).\n\n"
+        "entropy bonus of 0.003) and -29.2 / -29.0 (20 epochs). With half of the learning rate, 32 minibatches and a "
+        "first standard deviation of e^-0.7 seeds 1001 to 1003 have -29.6 / -28.9, -27.9 / -27.3 and -28.9 / -28.8, "
+        "in 8 minibatches 1002 has -32.0 / -28.5.\n\n"
         "On MicroRTS the value loss without clipping, as below, has 19.22 / 19.22 on MicrortsAttackShapedReward-v1 "
         "(seed 1001, `benchmark/results/tune__microrts.csv`). It is no default because MicrortsMining-v1 without masks "
         "ends at 33.0 with it instead of 39.9.\n\n" + table(columns, lines)
