@@ -229,7 +229,8 @@ NOTES = {
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions. The rows of commit 5c5b858 are older "
     "than the mapping of the actions' bounds to -1 and 1, which are 0.4 in Humanoid, 2 in Pusher and 3 in "
-    "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0).",
+    "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0; with the bounds as they "
+    "are: -28.9).",
     "ppo_atari": "The published values are of three seeds and 10M steps. Better settings are being looked for on "
     "BeamRider (`benchmark/results/tune__atari.csv`: seed 1001, on a GPU, stopped before the schedule's 10M steps). "
     "With 64 games in rollouts of 32 steps, 8 minibatches and no clipping of the value loss, which takes as many "
