@@ -45,6 +45,16 @@ def parsed(script, monkeypatch, *argv: str):
     return given[0]
 
 
+@pytest.mark.parametrize(("flag", "code"), [("--resume", 0), ("--evaluate", 128 + signal.SIGTERM)])
+def test_the_exit_code_upon_a_signal(flag, code, run_dir, monkeypatch):
+    """Catches: a run that a signal met in its last iteration, and that is done, as a failure; half an evaluation as a
+    success. (Where a run ends early, train() exits itself.)"""
+    ppo = importlib.import_module("ppo")
+    monkeypatch.setattr(ppo, "SIGNALS", [signal.SIGTERM])
+    parsed(ppo, monkeypatch, flag, str(run_dir))
+    assert ppo.main() == code
+
+
 def test_booleans(script, monkeypatch):
     """Catches: a switch that cannot be turned off, or that takes the next flag for its value."""
     for field in fields(script.Args):
