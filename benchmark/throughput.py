@@ -57,15 +57,16 @@ OURS = {
     "halfcheetah-64": ("ppo_continuous_action", {}),
     "halfcheetah-8-minibatches": ("ppo_continuous_action", dict(num_minibatches=8, norm_adv=True)),
     "cartpole-lstm": ("ppo_lstm", LONG_SEQUENCES),
+    "cartpole-lstm-16": ("ppo_lstm", {}),
     "cartpole-lstm-short-sequences": ("ppo_lstm", SHORT_SEQUENCES),
     "cartpole-lstm-short-sequences-bfloat16": ("ppo_lstm", SHORT_SEQUENCES | dict(bf16=True)),
     "breakout-lstm": ("ppo_atari_lstm", {}),
     "microrts-mining": ("ppo_multidiscrete", {}),
     "microrts-mining-unmasked": ("ppo_multidiscrete", dict(mask_actions=False)),
 }
-DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "halfcheetah-64", "cartpole-lstm", "breakout-lstm"]
+DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "halfcheetah-64", "cartpole-lstm-16", "breakout-lstm"]
 DEFAULT_TASKS += ["microrts-mining"]
-WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "halfcheetah-64", "cartpole-lstm"}
+WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "halfcheetah-64", "cartpole-lstm", "cartpole-lstm-16"}
 LARGEST_BATCH = 32_768  # steps, with a given number of envs
 SETTING = ["task", "num_envs", "processes", "device", "compiled"]
 COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]
@@ -144,6 +145,7 @@ def run_sb3(task: str, num_envs: int, device: str, seconds: float) -> float:
         from sb3_contrib import RecurrentPPO
 
         policy = dict(lstm_hidden_size=args.hidden_size, net_arch=[args.hidden_size])
+        policy |= dict(shared_lstm=args.shared_lstm, enable_critic_lstm=not args.shared_lstm)
         envs = make_vec_env(args.env_id, args.num_envs)
         model = RecurrentPPO("MlpLstmPolicy", envs, policy_kwargs=policy, **common)
     else:
