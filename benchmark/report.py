@@ -80,7 +80,7 @@ FRONT = {
     "ppo": ("Discrete", "vector", "CartPole-v1", 0.5, "cartpole", 4),
     "ppo_continuous_action": ("Box", "vector, normalised", "HalfCheetah-v5", 1, "halfcheetah-64", 64),
     "ppo_atari": ("Discrete", "the last 4 frames, uint8", "BreakoutNoFrameskip-v4", 10, "breakout", 8),
-    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.1, "cartpole-lstm", 8),
+    "ppo_lstm": ("Discrete, Box", "vector, velocities hidden", "CartPole-v1", 0.1, "cartpole-lstm-16", 16),
     "ppo_atari_lstm": ("Discrete", "one frame, uint8", "BreakoutNoFrameskip-v4", 10, "breakout-lstm", 8),
     "ppo_multidiscrete": ("MultiDiscrete, masked", "grid or vector", "MicrortsMining-v4", 2, "microrts-mining", 8),
 }

@@ -66,7 +66,8 @@ OURS = {
 }
 DEFAULT_TASKS = ["cartpole", "breakout", "halfcheetah", "halfcheetah-64", "cartpole-lstm-16", "breakout-lstm"]
 DEFAULT_TASKS += ["microrts-mining"]
-WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "halfcheetah-64", "cartpole-lstm", "cartpole-lstm-16"}
+WITH_PEER = {"cartpole", "breakout", "breakout-float32", "halfcheetah", "halfcheetah-64"}
+WITH_PEER |= {"cartpole-lstm", "cartpole-lstm-16"}
 LARGEST_BATCH = 32_768  # steps, with a given number of envs
 SETTING = ["task", "num_envs", "processes", "device", "compiled"]
 COLUMNS = [*SETTING, "repeats", "ours", "peer", "ratio", "peak_memory_mb", "commit", "machine"]
