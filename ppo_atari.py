@@ -1,5 +1,5 @@
 """Train a PPO agent on Atari games.
-Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's. Ranges are usual, no limits.
+Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's; ranges are hints.
 
 Train:     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --seed 1
 Resume:    python ppo_atari.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari__1__1700000000
@@ -8,12 +8,12 @@ Evaluate:  python ppo_atari.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari
 Differs from ppo.py in: the env (ale-py's native vector env, lives, FIRE), the network (one CNN for both heads, in
 bfloat16 where the hardware has it), and the defaults of the Atari experiments.
 
-"PPO" is Schulman et al. 2017, arXiv:1707.06347; "GAE" is Schulman et al. 2016, arXiv:1506.02438; a tag such as [core 7]
+"PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an observation's shape, *A an action's.
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs, *A an action.
 With `torchrun --nproc-per-node 2 ppo_atari.py` each of two processes has half of N, B and M.
 
-You may stop reading at the line "The life of a run": what follows is not PPO, and is the same in every script.
+You may stop reading at "The life of a run": what follows is not PPO, and the same in every script.
 """
 # /// script
 # requires-python = ">=3.11,<3.14"
@@ -39,7 +39,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle torch threads soon sleep: spinning is slow on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's idle threads soon sleep, not spin
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -52,7 +52,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import Tensor, nn
 
-with contextlib.suppress(AttributeError, OSError):  # in glibc: keep what torch frees, which is 1.2 times as fast
+with contextlib.suppress(AttributeError, OSError):  # glibc: keep freed memory, 1.2 x as fast
     for option, value in ((-1, 2**31 - 1), (-2, 2**26), (-4, 0)):  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX
         ctypes.CDLL("libc.so.6").mallopt(option, value)
 
@@ -72,17 +72,17 @@ class Args:
     wandb_entity: str | None = None  # wandb team; None: your own account
     wandb_tags: str = ""  # tags of the wandb run, separated by spaces
     resume: str | None = None  # run folder to resume, with its own arguments except those you give
-    exact_resume: bool = False  # reset the envs at each checkpoint, so that a run resumes bit-identically (on a CPU)
+    exact_resume: bool = False  # reset envs at checkpoints, to resume bit-identically (on a CPU)
     checkpoint_every: int = 100  # iterations between checkpoints
     evaluate: str | None = None  # run folder whose agent to evaluate, instead of training
-    eval_episodes: int = 0  # episodes per evaluation; 0: none, but 10 with --evaluate, --eval-every or --capture-video
-    eval_every: int = 0  # iterations between evaluations, a multiple of --checkpoint-every; 0: at the end only
+    eval_episodes: int = 0  # 0: none, but 10 with --evaluate, --eval-every or --capture-video
+    eval_every: int = 0  # iterations, a multiple of --checkpoint-every; 0: at the end only
     deterministic: bool = False  # evaluate with the most likely action instead of a sample
     capture_video: bool = False  # record the evaluated episodes as mp4 in RUN_DIR/videos
 
     # environment
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
-    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"repeat_action_probability": 0.25}'
+    env_kwargs: str = "{}"  # its keyword arguments, as JSON: '{"repeat_action_probability": 0.25}'
     num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
     env_threads: int = 0  # threads that emulate the games, 0 for one per core
 
@@ -93,18 +93,18 @@ class Args:
     num_steps: int = 128  # T, steps per env and rollout; 32 to 2048
     anneal_lr: bool = True  # learning rate falls linearly to 0 [core 4]
     gamma: float = 0.99  # discount per step; 0.9 to 0.999
-    gae: bool = True  # generalised advantage estimation; off: n-step returns, to the end of the rollout
+    gae: bool = True  # generalised advantage estimation; off: n-step returns to the rollout's end
     gae_lambda: float = 0.95  # bias (0) against variance (1) in GAE; 0.8 to 1
     num_minibatches: int = 4  # minibatches per epoch, a divisor of the batch; 1 to 32
     update_epochs: int = 4  # passes over each batch; 3 to 20
     norm_adv: bool = True  # normalise the advantages of each minibatch [core 7]
     clip_coef: float = 0.1  # epsilon of PPO eq. 7; 0.1 to 0.3
     anneal_clip: bool = False  # clip_coef falls linearly to 0 as well [aux 1]
-    clip_vloss: bool = True  # clip the change of the value too [core 9]; not in the PPO paper, rarely helps
+    clip_vloss: bool = True  # clip the value's change [core 9]; not in the PPO paper, rarely helps
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = None  # end an update after an epoch with a mean KL above this; 0.01 to 0.05
+    target_kl: float | None = None  # end an update after an epoch whose KL is above; 0.01 to 0.05
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
@@ -216,7 +216,7 @@ class Agent(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            if not self.bf16 or obs.is_cuda:  # channels last: 1.6 times as fast for float32 on a CPU, usual on a GPU
+            if not self.bf16 or obs.is_cuda:  # channels last is faster for float32 and on a GPU
                 obs = obs.contiguous(memory_format=torch.channels_last)
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)  # [atari 9]
             return self.network(pixels).float()
@@ -226,11 +226,11 @@ class Agent(nn.Module):
         return self.critic(self.encode(obs)).squeeze(-1)
 
     def get_action_and_value(self, obs, action=None, deterministic: bool = False):
-        """Return the action (N, *A), sampled unless given, its log-probability, the entropy and the value, all (N,)."""
+        """Return action (N, *A), sampled unless given, log-probability, entropy and value (N,)."""
         hidden = self.encode(obs)
         log_probs = self.actor(hidden).log_softmax(-1)  # faster than a Categorical
         probs = log_probs.exp()
-        if action is None:  # argmax of p / E, E ~ Exp(1), is a sample from p; faster than multinomial
+        if action is None:  # argmax of p / E, E ~ Exp(1): a fast sample from p
             action = (log_probs if deterministic else probs / torch.empty_like(probs).exponential_()).argmax(-1)
         entropy = -(probs * log_probs).sum(-1)
         logprob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -238,10 +238,10 @@ class Agent(nn.Module):
 
 
 def compute_gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float):
-    """Return (advantages, returns) by generalised advantage estimation, GAE eq. 16 [core 5]; all (T, N) float Tensors.
+    """Return (advantages, returns) by GAE eq. 16 [core 5]; all are (T, N) float Tensors.
 
-    next_values[t] is V of the observation after step t; if step t truncated the episode, V of the episode's last one.
-    terminations[t] stops the bootstrap; dones[t] (step t terminated or truncated the episode) stops the recursion.
+    next_values[t] is V of the obs after step t; if it truncated the episode, V of its last obs.
+    terminations[t] stops the bootstrap; dones[t] (terminated or truncated) stops the recursion.
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
     decays = gamma * gae_lambda * (1 - dones)
@@ -254,7 +254,7 @@ def compute_gae(rewards, values, next_values, terminations, dones, gamma: float,
 
 
 def ppo_loss(new_logprobs, old_logprobs, advantages, new_values, old_values, returns, entropy, args: Args):
-    """Return the loss, PPO eq. 9 negated, and a dict of its parts and diagnostics, all 0-d; inputs are (M,) Tensors."""
+    """Return the loss, PPO eq. 9 negated, and a dict of statistics, all 0-d; inputs are (M,)."""
     logratio = new_logprobs - old_logprobs
     ratio = logratio.exp()
     if args.norm_adv:
@@ -288,7 +288,7 @@ def average(x: Tensor) -> Tensor:
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Set the agent's gradients to a minibatch's, clipped, and return the statistics; --compile makes it one graph."""
+    """Set a minibatch's gradients, clipped, and return statistics; --compile makes it one graph."""
     obs, actions, logprobs, advantages, values, returns = minibatch
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
     loss, stats = ppo_loss(newlogprob, logprobs, advantages, newvalue, values, returns, entropy, args)
@@ -307,7 +307,7 @@ def train(args: Args) -> Path:
         cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
-        T, N = args.num_steps, args.num_envs // PROCESSES  # each of torchrun's processes has its part
+        T, N = args.num_steps, args.num_envs // PROCESSES  # torchrun's processes share the envs
         envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
         agent = Agent(envs, args).to(run.device)
@@ -328,7 +328,7 @@ def train(args: Args) -> Path:
         if args.capture_video:
             run.evaluate()  # a baseline, and what cannot be filmed is known now
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            remaining = 1 - (iteration - 1) / args.num_iterations  # from 1 down to 1 / num_iterations
+            remaining = 1 - (iteration - 1) / args.num_iterations  # falls from 1
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
             loss_args = args
@@ -337,17 +337,17 @@ def train(args: Args) -> Path:
 
             # rollout
             if run.episodes_restart:
-                next_obs = run.reset(envs)  # at first; with --exact-resume after each checkpoint, too
+                next_obs = run.reset(envs)  # at first; --exact-resume: after checkpoints, too
             final_values.zero_()  # V of the last observation of each episode that is truncated
             for step in range(T):
                 obs[step] = torch.as_tensor(next_obs)
-                actions[step], logprobs[step], _, values[step] = act(obs[step])  # together, as they share the CNN
+                actions[step], logprobs[step], _, values[step] = act(obs[step])  # they share a CNN
                 env_actions = actions[step].cpu().numpy().astype(action_space.dtype)  # a copy
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(env_actions)
                 if (cut := truncations[step]).any():
                     final_values[step, cut] = get_value(to_tensor(np.stack(infos["final_obs"][cut])))
                 run.note_episodes(truncations[step], infos)
-            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # a tanh or a clip could hide an infinity
+            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # a tanh may hide them
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -386,9 +386,9 @@ def train(args: Args) -> Path:
 
 
 def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) -> list[float]:
-    """Return the undiscounted returns of `episodes` whole episodes of a saved agent, in a fresh env.
+    """Return the undiscounted returns of `episodes` whole episodes of a saved agent in a fresh env.
 
-    `args` are those of the run, unless given. With args.capture_video it is filmed, in videos/step_N.mp4
+    `args` are the run's, unless given. With args.capture_video it is filmed, in videos/step_N.mp4
     beside the checkpoint. A signal ends it. Training's random state is left unchanged.
     """
     state = load_checkpoint(checkpoint)
@@ -424,9 +424,9 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
     return returns
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The life of a run: nothing of PPO; the same text in every script.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 import argparse
 import atexit
 import random
@@ -438,7 +438,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.distributed.nn  # imported by torch after init, its defaults would keep the group to the end
+import torch.distributed.nn  # now: after init its defaults would keep the group alive
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
@@ -446,7 +446,7 @@ PROCESSES = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() els
 RANK = int(os.environ["RANK"]) if PROCESSES > 1 else 0  # 0 writes, prints and evaluates
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 with contextlib.suppress(AttributeError, OSError, ValueError):  # where there are these
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang in an env's process
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # more would hang there
     os.register_at_fork(after_in_child=np.random.seed)  # as Python's own
     quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # a container's, or "max"
     CORES = min(CORES, math.ceil(int(quota) / int(period)))
@@ -476,7 +476,7 @@ def check_args(args: Args) -> None:
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "from 0 to 1")
     require(args, "seed torch_threads patience eval_episodes ent_coef vf_coef", lambda x: 0 <= x < 2**63, "0 or more")
     require(args, "eval_every", lambda x: x >= 0 == x % args.checkpoint_every, "a multiple of --checkpoint-every")
-    processes = PROCESSES if dist.is_initialized() else 1  # while the command line is read, flags may be missing
+    processes = PROCESSES if dist.is_initialized() else 1  # before that, flags may be missing
     require(args, "num_envs", lambda x: x % processes == 0, f"a multiple of {processes} processes")
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
     divides = lambda x: args.batch_size % (x * processes) == 0 and args.batch_size > x * processes * args.norm_adv
@@ -495,7 +495,7 @@ def gather(items: list) -> list:
 
 
 def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=None) -> dict:
-    """Read a checkpoint, or a folder's, onto the CPU, running no code from it; load the agent and optimizer given."""
+    """Read a checkpoint, or a folder's, onto the CPU, running no code of it; load those given."""
     path = Path(path, "checkpoint.pt" if Path(path).is_dir() else "").absolute()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -524,7 +524,7 @@ class CheckedEnv(gym.Wrapper):
         spaces = [space for e in (env, self.unwrapped) for space in (e.action_space, e.observation_space)]
         self.seeders = [random.seed, np.random.seed, *(space.seed for space in spaces)]
         if torch.multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv"):
-            self.seeders.append(torch.default_generator.manual_seed)  # elsewhere it samples the actions
+            self.seeders.append(torch.default_generator.manual_seed)  # elsewhere it samples actions
             os.setpgrp()  # Ctrl-C in a terminal is for the main process
             for signum in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, lambda *_: signal.alarm(30))  # the main process ends it first
@@ -590,7 +590,7 @@ class Run(contextlib.ExitStack):
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
         self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
-        args.resume = args.resume and str(Path(args.resume).absolute())  # an env may change the directory
+        args.resume = args.resume and str(Path(args.resume).absolute())  # an env may chdir
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
@@ -619,11 +619,11 @@ class Run(contextlib.ExitStack):
             self.folder = Path(state["path"]).parent
             self.kept |= state["kept"]
             self.global_step = state["global_step"]
-            self.iteration = math.ceil(self.global_step / self.args.batch_size)  # whatever the batch was
+            self.iteration = math.ceil(self.global_step / self.args.batch_size)  # of any batch size
         self.start_step = self.global_step
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
-            self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # raises if another run has it
+            self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))  # else it must be new
             script = self.folder / f"{Path(__file__).stem}_from_{self.global_step}.py"
             script.write_bytes(Path(__file__).read_bytes())  # an edited file is the experiment
             self.wandb = self.start_wandb() if self.args.track else None  # before the writer
@@ -668,7 +668,7 @@ class Run(contextlib.ExitStack):
             self.require_finite(**{f"final_obs[{i}]": infos["final_obs"][i] for i in np.flatnonzero(truncations)})
 
     def require_finite(self, **numbers: Tensor | np.ndarray | float) -> None:
-        """Stop the run before NaN or infinity is learnt from, logged or saved; say where it is, [step, env, ...]."""
+        """Stop the run before NaN or infinity is learnt or saved; say where: [step, env, ...]."""
         for name, x in numbers.items():
             x = torch.as_tensor(x)
             if x.is_floating_point() and len(bad := torch.nonzero(~x.isfinite())):
@@ -676,7 +676,7 @@ class Run(contextlib.ExitStack):
                 raise FloatingPointError(f"{why}; the checkpoint in {self.folder} is good")
 
     def compile(self, function: Callable, on_cpu: bool = True) -> Callable:
-        """With --compile, `function` as a graph, called from C++ or, on a GPU, replayed by CUDA graphs."""
+        """With --compile, `function` as a graph, called from C++ or, on a GPU, as a CUDA graph."""
         if not self.args.compile or (self.device.type == "cpu" and not on_cpu):
             return function  # not on_cpu: it is so small that calling its graph takes longer
         torch._dynamo.config.trace_autograd_ops = PROCESSES == 1  # loss.backward() is in the graph
@@ -686,7 +686,7 @@ class Run(contextlib.ExitStack):
         return lambda *args: torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, graph(*args))  # else overwritten
 
     def log(self, stats: list[dict[str, Tensor]], scalars: dict[str, float]) -> None:
-        """Log an iteration: the means of `stats`, a dict a minibatch, as losses/NAME, and `scalars`."""
+        """Log an iteration: `scalars`, and the means of `stats`, a dict a minibatch."""
         table = torch.stack([torch.stack(list(minibatch.values())) for minibatch in stats])
         means = average(table.mean(0)).tolist()  # fetched together, as this waits for a GPU
         scalars |= {f"losses/{name}": mean for name, mean in zip(stats[0], means)}
@@ -700,7 +700,7 @@ class Run(contextlib.ExitStack):
             mean_return, mean_length = np.mean(recent, axis=0).tolist()
             scalars["charts/mean_return_100"] = mean_return
             self.kept["progress"] = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
-            self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few to judge by
+            self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few
         self.episodes = []
         if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
             self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
@@ -720,7 +720,7 @@ class Run(contextlib.ExitStack):
         return bool(SIGNALS) or 0 < self.args.patience <= waited
 
     def save(self, agent: nn.Module, optimizer) -> None:
-        """Write all that a resumed run needs; a kill or a crash leaves the old file or the new one."""
+        """Write all that a resumed run needs; a kill or a crash leaves the old file or the new."""
         unscheduled = self.iteration < self.args.num_iterations and self.iteration % self.args.checkpoint_every
         if RANK > 0 or (SIGNALS and self.args.exact_resume and unscheduled):
             return  # resumed from here, it would have a reset that an unbroken run has not
@@ -752,7 +752,7 @@ class Run(contextlib.ExitStack):
 
 
 def main() -> int:
-    """Do what the command line says, on top of the arguments of a run to resume or evaluate; return an exit code."""
+    """Do what the command line says, on top of a run's saved arguments; return an exit code."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, functools.partial(note_signal, os.getpid()))
     sys.path.append(os.getcwd())  # where the module of a "module:Name-v0" may be
