@@ -10,7 +10,7 @@ whole sequences. It sees one frame at a time, so it must remember where things a
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs, *A an action,
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs's, *A an action's,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
 With `torchrun --nproc-per-node 2 ppo_atari_lstm.py` each of two processes has half of N, B and M.
 
@@ -78,7 +78,7 @@ class Args:
 
     # environment
     env_id: str = "BreakoutNoFrameskip-v4"  # NameNoFrameskip-v4, or ALE/Name-v5 for sticky actions
-    env_kwargs: str = "{}"  # its keyword arguments, as JSON: '{"repeat_action_probability": 0.25}'
+    env_kwargs: str = "{}"  # the game's options, as JSON: '{"repeat_action_probability": 0.25}'
     num_envs: int = 8  # N, parallel games [core 1]; 8 to 128
     env_threads: int = 0  # threads that emulate the games, 0 for one per core
 
@@ -100,8 +100,8 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus; 0 to 0.01
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
-    target_kl: float | None = None  # end an update after an epoch whose KL is above; 0.01 to 0.05
-    seq_len: int = 0  # S, steps of a sequence, a divisor of num_steps; 0: all of them [lstm 4]
+    target_kl: float | None = None  # end an update after an epoch with a larger KL; 0.01 to 0.05
+    seq_len: int = 0  # S, steps of a sequence, a divisor of num_steps; 0: num_steps [lstm 4]
     hidden_size: int = 128  # H, units of each LSTM layer
     num_layers: int = 1  # L, layers of the LSTM
 
@@ -301,7 +301,7 @@ class Agent(nn.Module):
 def compute_gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float):
     """Return (advantages, returns) by GAE eq. 16 [core 5]; all are (T, N) float Tensors.
 
-    next_values[t] is V of the obs after step t; if it truncated the episode, V of its last obs.
+    next_values[t] is V of the obs after step t; if step t truncated the episode, V of its last obs.
     terminations[t] stops the bootstrap; dones[t] (terminated or truncated) stops the recursion.
     """
     deltas = rewards + gamma * next_values * (1 - terminations) - values  # GAE eq. 11
@@ -349,7 +349,7 @@ def average(x: Tensor) -> Tensor:
 
 
 def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict[str, Tensor]:
-    """Set a minibatch's gradients, clipped, and return statistics; --compile: not the LSTM."""
+    """Set a minibatch's gradients, clipped; return statistics. --compile leaves out the LSTM."""
     *rows, starts, states = minibatch  # (M/S, ...)
     obs, actions, logprobs, advantages, values, returns = [x.flatten(0, 1) for x in rows]  # (M, ...)
     _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(obs, states, starts, actions)
@@ -369,7 +369,7 @@ def train(args: Args) -> Path:
         cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
-        T, N = args.num_steps, args.num_envs // PROCESSES  # torchrun's processes share the envs
+        T, N = args.num_steps, args.num_envs // PROCESSES  # each process has its part of the envs
         S = args.seq_len or T
         envs = run.enter_context(contextlib.closing(make_envs(args, N)))  # closed when the run ends
         torch.manual_seed(args.seed)  # after the envs, which may have seeds of their own
@@ -394,7 +394,7 @@ def train(args: Args) -> Path:
         if args.capture_video:
             run.evaluate()  # a baseline, and what cannot be filmed is known now
         for iteration in range(run.iteration + 1, args.num_iterations + 1):
-            remaining = 1 - (iteration - 1) / args.num_iterations  # falls from 1
+            remaining = 1 - (iteration - 1) / args.num_iterations  # falls linearly from 1 towards 0
             learning_rate = args.learning_rate * remaining if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate  # [core 4]
             loss_args = args
@@ -420,7 +420,7 @@ def train(args: Args) -> Path:
                     final_values[step, cut] = get_value(final_obs, next_state[cut], values.new_zeros(len(final_obs)))
                 next_starts = torch.as_tensor(terminations[step] | truncations[step]).float()
                 run.note_episodes(truncations[step], infos)
-            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # a tanh may hide them
+            run.require_finite(obs=obs, next_obs=next_obs, rewards=rewards)  # tanh(inf) is finite
             next_values = torch.vstack([values[1:], get_value(to_tensor(next_obs), next_state, to_tensor(next_starts))])
             next_values = torch.where(to_tensor(truncations), final_values, next_values)
 
@@ -516,7 +516,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.distributed.nn  # now: after init its defaults would keep the group alive
+import torch.distributed.nn  # before init: else its default arguments keep the group alive
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch.utils.tensorboard import SummaryWriter
 
@@ -572,16 +572,16 @@ def gather(items: list) -> list:
     return [item for each in lists for item in each]
 
 
-def load_checkpoint(path: Path | str, agent: nn.Module | None = None, optimizer=None) -> dict:
-    """Read a checkpoint, or a folder's, onto the CPU, running no code of it; load those given."""
+def load_checkpoint(path: Path | str, *parts: nn.Module | torch.optim.Optimizer) -> dict:
+    """Read a checkpoint, or a folder's, onto the CPU, running no code; load agent, optimizer."""
     path = Path(path, "checkpoint.pt" if Path(path).is_dir() else "").absolute()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        Args(**state["args"])
-        for part, name in ((agent, "agent"), (optimizer, "optimizer")):
-            if part:
-                part.load_state_dict(state[name])
-        return state | dict(kept=state["kept"], global_step=state["global_step"], path=str(path))  # they are there
+        if not dist.is_initialized():  # else main() did, and the old num_envs may not suit now
+            Args(**state["args"])
+        for part, name in zip(parts, ("agent", "optimizer")):  # those that are given
+            part.load_state_dict(state[name])
+        return state | dict(kept=state["kept"], global_step=state["global_step"], path=str(path))
     except Exception as error:  # missing, torn, foreign or hostile, or of another network
         why = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0]
         raise UserError(f"{path} is no checkpoint of this script and network ({why})") from None
@@ -683,7 +683,7 @@ class Run(contextlib.ExitStack):
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError)):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
-            raise RuntimeError(f"{error!r}: {why}; the checkpoint in {self.folder} is good") from error
+            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
@@ -697,7 +697,7 @@ class Run(contextlib.ExitStack):
             self.folder = Path(state["path"]).parent
             self.kept |= state["kept"]
             self.global_step = state["global_step"]
-            self.iteration = math.ceil(self.global_step / self.args.batch_size)  # of any batch size
+            self.iteration = math.ceil(self.global_step / self.args.batch_size)  # of the new size
         self.start_step = self.global_step
         self.start_time = self.last_print = time.perf_counter()
         if RANK == 0:
@@ -716,7 +716,7 @@ class Run(contextlib.ExitStack):
         self.save(agent, optimizer)
 
     def start_wandb(self):
-        """Mirror the log to wandb, on resume to the same run; None if that fails."""
+        """Mirror the log to wandb; a run stopped by a signal goes on in it. None if that fails."""
         try:
             import wandb
 

@@ -54,6 +54,19 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
         small_args(ppo_lstm, num_envs=3, num_minibatches=4)
 
 
+def test_a_run_that_other_processes_could_not_share(monkeypatch):
+    """Catches: a run on more processes that is refused for the number of envs that it had, not that it is to have."""
+    ppo = importlib.import_module("ppo")  # not above: `together` has the processes read this file first
+    folder = ppo.train(small_args(ppo))
+    monkeypatch.setattr(ppo, "PROCESSES", 3)
+    args = ppo.saved_args(folder, num_envs=3)  # as main() does, before the processes join
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    state = ppo.load_checkpoint(args.resume)
+    assert (state["args"]["num_envs"], args.num_envs) == (2, 3)
+    with pytest.raises(ppo.UserError, match=r"^--num-envs must be a multiple of 3 processes, not 2$"):
+        ppo.replace(args, num_envs=2)
+
+
 @pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (4, None)])
 def test_processes_join(monkeypatch, gpus, backend):
     """Catches: processes that give up after half an hour, while the first one plays its episodes; all on the first GPU;

@@ -221,7 +221,7 @@ def test_an_env_that_is_killed(launcher):
     (run_dir,) = Path("runs").absolute().iterdir()
     wait_until(lambda: "want of memory" in process.stderr or not process.running())
     assert "want of memory" in process.stderr
-    assert f"want of memory; the checkpoint in {run_dir} is good" in process.stderr
+    assert f"want of memory; a checkpoint in {run_dir} is good" in process.stderr
     assert process.wait() == 1
 
 
