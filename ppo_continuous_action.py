@@ -19,6 +19,7 @@ You may stop reading at "The life of a run": what follows is not PPO, and the sa
 # dependencies = [
 #   "torch==2.13.0",
 #   "gymnasium[box2d,classic-control,mujoco]==1.4.0",
+#   "mujoco==4.0.0",
 #   "numpy==2.4.6",
 #   "tyro==1.0.17",
 #   "tensorboard==2.21.0",
@@ -116,6 +117,10 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     """
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo then needs no screen
+    with contextlib.suppress(ImportError):
+        import mujoco
+
+        mujoco.set_mju_user_warning(functools.cache(print))  # once, not for each env
 
     def adapt(env: gym.Env) -> gym.Env:
         env = CheckedEnv(env)

@@ -1,12 +1,13 @@
 """ppo_continuous_action.py: the Gaussian policy, the running statistics, and what the env and the learner are given."""
 
 import itertools
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import read_scalars, small_args
+from conftest import flags, read_scalars, small_args
 from gymnasium.spaces import Box
 
 import ppo_continuous_action as script
@@ -232,3 +233,13 @@ def test_a_discrete_env_is_refused():
         script.UserError, match=r"CartPole-v1 has Box.* and Discrete\(2\), not vectors and float actions$"
     ):
         script.make_envs(script.Args(env_id="CartPole-v1"), 1)
+
+
+def test_mujoco_warns_once(launcher):
+    """Catches: the same warning of MuJoCo once for each of 64 envs, and a file of it in the user's folder."""
+    process = launcher.run(
+        "ppo_continuous_action", *flags(num_envs=4, num_steps=8, num_minibatches=1, total_timesteps=32)
+    )
+    assert process.returncode == 0, process.stderr
+    assert (process.stdout + process.stderr).count("'settotalmass' is deprecated") == 1
+    assert not Path("MUJOCO_LOG.TXT").exists()
