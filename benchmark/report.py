@@ -140,6 +140,8 @@ OWN_SETTINGS = {
     | dict(norm_reward=False, norm_adv=True, log_std_init=0.0, vf_coef=0.5),
     ("ppo_continuous_action", "Pusher-v5"): dict(num_envs=8, num_steps=256, update_epochs=20)
     | dict(learning_rate=1.5e-4, norm_adv=True, gamma=0.97, log_std_init=-0.7),
+    ("ppo_continuous_action", "Reacher-v5"): dict(num_envs=8, num_steps=256, update_epochs=20)
+    | dict(learning_rate=1.5e-4, norm_adv=True, gamma=0.97, log_std_init=-0.7),
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1"): dict(clip_vloss=False),
 }
 FORMER_DEFAULTS = "--learning-rate 2e-3 --update-epochs 10 --no-anneal-clip --no-shared-lstm"
@@ -644,6 +646,9 @@ def page_of_settings() -> str:
         "deviation, which was in units of the env before bounds were mapped, -28.8, -29.5 and -29.6. The mean of a "
         "run's last 100 episodes is known to 0.4 only. Worse or alike were a lambda of 0.9 or 0.98, a discount of "
         "0.95 or 0.98, 4 envs, twice the learning rate, and an entropy bonus.\n\n"
+        "Reacher, an arm as well, with episodes of 50 steps, takes the same settings: -3.80, -3.57 and -3.39 on seeds "
+        "1001 to 1003. With 10 epochs and a learning rate of 0.0003 -3.75, -3.70 and -3.41; on seed 1001 -3.84 with a "
+        "discount of 0.95, and -3.77 with a smaller first standard deviation (`--log-std-init -1.2`).\n\n"
         "On MicroRTS the value loss without clipping, as below, has 19.22 / 19.22 on MicrortsAttackShapedReward-v1 "
         "(seed 1001, `benchmark/results/tune__microrts.csv`). It is no default because MicrortsMining-v1 without masks "
         "ends at 33.0 with it instead of 39.9.\n\n" + table(columns, lines)
