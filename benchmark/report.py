@@ -727,7 +727,8 @@ def draw_panel(axis, path: Path, color: str, against: str = "global_step") -> No
     if theirs:
         axis.axhline(float(theirs.split()[0]), linestyle="--", linewidth=1.2, color="grey", label=source)
     env_id, _, label = name.partition("__")
-    axis.set_title(env_id + (f"  {LABELS.get(label, label)}" if label else ""), fontsize=13)
+    meaning = LABELS.get(label, label).partition("](")[0].lstrip("[")  # of a link its text
+    axis.set_title(env_id + (f"  {meaning}" if label else ""), fontsize=13)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="lower right")
 
