@@ -1,4 +1,4 @@
-"""Write docs/results.md and draw docs/curves_*.png from benchmark/results/*.csv: no result of ours is typed by hand.
+"""Write docs/results.md and draw docs/curves_*.png from benchmark/results/*.csv: the tables are not typed by hand.
 
 Run:   pip install -r benchmark/requirements.txt && python benchmark/report.py
 """
@@ -61,7 +61,11 @@ HIGHEST = {
     ],
     ("ppo_continuous_action", "Ant-v5"): [("3258 ± 1079", TIANSHOU)],
     ("ppo_continuous_action", "Humanoid-v4"): [("787 ± 194", TIANSHOU)],
-    ("ppo_continuous_action", "Swimmer-v5"): [("about 120", "Spinning Up, as Tianshou quotes it")],
+    ("ppo_continuous_action", "Swimmer-v5"): [
+        ("366.7", "a model that a user made with RL-Zoo (croumegous), v3, one run, evaluated"),
+        ("282 ± 10", "RL-Zoo, v3, one tuned run, evaluated with the most likely action"),
+        ("about 120", "Spinning Up, as Tianshou quotes it"),
+    ],
     ("ppo_continuous_action", "Reacher-v5"): [("-4.1 ± 0.3", TIANSHOU)],
     ("ppo_continuous_action", "InvertedDoublePendulum-v5"): [("9231 ± 270", TIANSHOU)],
     ("ppo_atari", "BreakoutNoFrameskip-v4"): [("430.1 ± 8.1", "CleanRL's XLA variants, three seeds, training returns")],
@@ -181,8 +185,9 @@ COMPARISONS = {
         f"python benchmark/bootstrap.py --seeds {{seeds}} -- --total-timesteps 300000 {flags(CLEANRL_SETTINGS)}",
         "Pendulum never terminates: its episodes are cut after 200 steps. Compared are the script, and the script with "
         "one line changed, so that the cut counts as termination, after which no reward is expected, as in many "
-        "scripts. This is where it matters most; a case in which seeds differ more than the two is "
-        "[below](#microrts-without-masks-and-the-entropy-bonus).",
+        "scripts. (The rows are older than the mapping of the actions' bounds, here 2, to -1 and 1: with today's "
+        "script the first actions have twice the standard deviation.) This is where it matters most; a case in which "
+        "seeds differ more than the two is [below](#microrts-without-masks-and-the-entropy-bonus).",
     ),
     "entropy_microrts": (
         "MicroRTS without masks, and the entropy bonus",
@@ -236,23 +241,26 @@ NOTES = {
     "ppo_continuous_action": "The published values are of the v4 envs. Humanoid-v5 charges for contact as well, and "
     "pays nothing for the step in which it falls, so it was run in both versions. The rows of commit 5c5b858 are older "
     "than the mapping of the actions' bounds to -1 and 1, which are 0.4 in Humanoid, 2 in Pusher and 3 in "
-    "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0; with the bounds as they "
-    "are: -28.9).",
+    "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0; before, seeds 1 to 3: "
+    "-28.9, -28.0 and -29.0).",
     "ppo_atari": "The published values are of three seeds and 10M steps. Other settings were looked for "
-    "(`benchmark/results/tune__atari.csv`: seeds from 1001, stopped before the schedule's 10M steps). With 64 games in "
+    "(`benchmark/results/tune__atari.csv`: seeds from 1001, stopped before the schedule's 10M steps; what follows are "
+    "means of the last 100 episodes, or of the last 100 points of a curve). With 64 games in "
     "rollouts of 32 steps, 8 minibatches and no clipping of the value loss, which takes as many gradient steps on as "
     "large minibatches as the defaults do, Breakout has 28, 86, 152, 231, 315 and 347 after 1M to 6M steps (the "
-    "defaults' three seeds above have 22, 66, 130, 160, 264 and 261 on average), BeamRider's seeds 1001 and 1002 have "
-    "911 and 1,131 after 3M (the defaults' two: 763 and 541), and the first 3,021 at 8.92M (2,217 and 1,398 by then). "
+    "defaults' three seeds above have 22, 61, 122, 167, 246 and 271 on average), BeamRider's seeds 1001 and 1002 have "
+    "911 and 1,131 after 3M (the defaults' two: 741 and 538), and the first 3,021 at 8.92M (2,217 and 1,398 by then). "
     "The tuning seeds lead on both games. Of the fresh seeds below BeamRider's three end at 3,365 on average, and at "
     "3,580 by the most likely action, far above the defaults. Breakout's three are ahead at 6M (316, the defaults' "
-    "272), and end at 427 ± 8 where the defaults' have 433 ± 13: no better. Their final agents have 395 ± 11, 413 ± 16 "
+    "271), and end at 427 ± 8 where the defaults' have 433 ± 13: no better. Their final agents have 395 ± 11, 413 ± 16 "
     "and 395 ± 24 in 20 games by the most likely action, and the first 425 ± 106 in 20 by sampled actions "
     "(`--evaluate RUN --eval-episodes 20 --no-deterministic`). So the defaults stay, and these are BeamRider's own. "
-    "On BeamRider rollouts of 128 steps, with four times as large minibatches, are ahead of those "
-    "of 32: 2,005 at 5.78M (the defaults: 1,322 and 805). Larger steps are worse, at 3.57M: 1,197 becomes 751 "
+    "On BeamRider rollouts of 128 steps, with four times as large minibatches, are far ahead of "
+    "those of 32 at 3M (1,489), little at 5M (1,709; 1,612), and have 2,005 at 5.78M (the defaults: 1,322 and 805). "
+    "Larger steps are worse, at 3.57M: 1,197 becomes 751 "
     "with twice the learning rate, and 452 with a clip coefficient of 0.2 as well; the KL of the updates is 0.009, "
     "0.02 and 0.04.",
+    "ppo_atari_lstm": "The published values are of three seeds and 10M steps.",
     "ppo_multidiscrete": "On MicrortsMining-v4 one seed of five stays at 17 to 22 from its first tenth to its last; "
     "the others rise from 21 to 41 and more. The side of the map is drawn for each game, and that seed's agent plays "
     "one of the two: four games of its final agent have 37 and 39 there, 2 and 2 on the other, where its workers leave "
@@ -326,7 +334,6 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
         env_id, _, label = name.partition("__")
         returns = [float(run["mean_return"]) for run in runs]
         compared = [float(run["mean_return"]) for run in furthest(runs)]
-        evaluated = [float(run["evaluation"]) for run in furthest(runs) if run.get("evaluation")]
         mean = mean_and_std(compared)
         mean += f" ({len(compared)} of {len(runs)} seeds)" if len(compared) < len(runs) else ""
         theirs, source = published(script, name)
@@ -339,7 +346,7 @@ def table_of_returns(script: str, rows: list[dict[str, str]]) -> str:
                 steps,
                 ", ".join(f"{x:.2f}" for x in returns),
                 mean,
-                mean_and_std(evaluated) if evaluated else "",
+                evaluation(furthest(runs)),
                 f"{theirs} ({source})" if theirs else "",
                 one_or_all([run["commit"] for run in runs]),
                 minutes,
@@ -355,14 +362,20 @@ def mean_and_std(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.pstdev(values):.2f}" if len(values) > 1 else "")
 
 
+def evaluation(runs: list[dict[str, str]]) -> str:
+    """The mean of the runs' evaluations, and of how many runs it is if not of all; "" where there is none."""
+    values = [float(run["evaluation"]) for run in runs if run.get("evaluation")]
+    some = f" ({len(values)} of {len(runs)} seeds)" if len(values) < len(runs) else ""
+    return mean_and_std(values) + some if values else ""
+
+
 def table_of_highest(rows: list[dict[str, str]]) -> str:
     """A line per figure in HIGHEST and result of ours on its env, of runs that are at their end."""
     lines = []
     for (script, name), runs in group(rows, "script", "env_id").items():
         env_id, _, label = name.partition("__")
-        evaluated = [float(run["evaluation"]) for run in furthest(runs) if run.get("evaluation")]
         ours = mean_and_std([float(run["mean_return"]) for run in furthest(runs)])
-        ours = [str(len(furthest(runs))), ours, mean_and_std(evaluated) if evaluated else ""]
+        ours = [str(len(furthest(runs))), ours, evaluation(furthest(runs))]
         for figure, counted in HIGHEST.get((script, env_id), []) if label in ("", "own-settings") else ():
             result = f"`{script}.py`, {env_id}" + (f", {LABELS[label]}" if label else "")
             lines.append([result, *ours, figure, counted])
@@ -585,8 +598,7 @@ def page() -> str:
             "By `python benchmark/threads.py`: on an idle machine, and on a busy one, where two other processes per "
             "core compute as well. `threads` are torch's and the games'. By default the Atari scripts use one per core "
             "that they may use, with GOMP_SPINCOUNT=10000: threads that wait for each other spin only briefly, and "
-            "then sleep. The other scripts use one thread. 64 threads are what a host with 64 cores would lead to, of "
-            "which the process may use two.\n"
+            "then sleep. The other scripts use one thread.\n"
         )
         parts.append(of_fastest(rows, table_of_threads, lambda row: float(row["steps/s"])))
     if rows := read("scaling.csv"):
@@ -612,11 +624,9 @@ def page_of_settings() -> str:
         command = f"`python {script}.py --env-id {env_id} {flags(changes)}`"
         for name, label in ((f"{env_id}__own-settings", command), (env_id, "the defaults")):
             runs = furthest(by_env.get((script, name), []))
-            evaluated = [float(run["evaluation"]) for run in runs if run.get("evaluation")]
             trained = mean_and_std([float(run["mean_return"]) for run in runs]) if runs else "not run yet"
-            played = mean_and_std(evaluated) if evaluated else ""
             steps = commas(max((run["global_step"] for run in runs), key=int, default=""))
-            lines.append([env_id, label, steps, str(len(runs)), trained, played])
+            lines.append([env_id, label, steps, str(len(runs)), trained, evaluation(runs)])
     columns = ["env", "command", "env steps", "seeds", "training", "evaluation"]
     return (
         "# Settings of their own\n\n"

@@ -6,7 +6,8 @@ Run:   python benchmark/tune.py mujoco --trials 20 --jobs 2      (mujoco, memory
 A trial trains its settings on each env of the search, on one seed or a few. Seeds are 1001 and up, which no reported
 figure uses. An env's score is the mean return of the last 100 training episodes over the env's goal in SEARCHES; the
 trial's value is the mean of the scores' mean and their minimum, so that no env is given up for another. A run that is
-below the median of the earlier trials' at the same step of the same env ends its trial.
+below the median of the earlier runs of its env and seed, at the same step, ends its trial. (Those whose rows are in the
+CSVs of today were compared by Optuna's MedianPruner: in effect, in the first run of a trial only.)
 
 benchmark/results/tune__SEARCH.csv has a row per run: the settings, the seed, the mean return at each tenth of the run.
 It is all that the search knows: the same command goes on from it. A run that was cut short is resumed in --work-dir.
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import optuna
 from learning_curves import RESULTS, ROOT, file_name, is_complete, last_returns, read
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 COLUMNS = ["env_id", "seed", "global_step", "mean_return", "tenths", "settings"]
 FIRST_SEED = 1001
@@ -150,6 +152,18 @@ def to_flags(settings: dict) -> list[str]:
     return flags
 
 
+def tenths_so_far(run_dir: Path, total: int) -> list[float]:
+    """The mean return of the last 100 episodes at each tenth of `total` steps that is in a run's checkpoint."""
+    events, step = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload(), last_returns(run_dir)[0]
+    tag = "charts/mean_return_100"
+    curve = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+    tenths = []
+    for event in curve:
+        while len(tenths) < min(event.step, step) * 10 // total:
+            tenths.append(event.value)
+    return tenths
+
+
 class Tuner:
     """A search that goes on from what its CSV holds."""
 
@@ -171,13 +185,14 @@ class Tuner:
         key = json.dumps(settings), env_id, str(seed)
         env_id, *flags = env_id.split()
         total, exp_name = self.search.total_timesteps, f"tune-{zlib.crc32(' '.join([key[0], *flags]).encode()):08x}"
-        name, tenths = f"{file_name(env_id)}__{exp_name}__{seed}", []
+        name = f"{file_name(env_id)}__{exp_name}__{seed}"
         if key in self.rows:
             known = self.rows[key]["tenths"].split()
             for tenth, mean_return in enumerate(known, start=1):
                 go_on(tenth, float(mean_return))
             return len(known) == 10
         checkpoints = lambda: sorted((self.work_dir / "runs").glob(f"{name}__*/checkpoint.pt"))
+        tenths = tenths_so_far(checkpoints()[-1].parent, total) if checkpoints() else []
         command = [sys.executable, str(ROOT / self.search.script), *to_flags(self.search.fixed | settings)]
         command += [*flags, "--env-id", env_id, "--seed", str(seed), "--exp-name", exp_name]
         command += ["--total-timesteps", str(total), *(["--resume", str(checkpoints()[-1])] if checkpoints() else [])]
@@ -224,19 +239,28 @@ class Tuner:
         """How good settings are, from the runs of all seeds so far; 0 if an env has none that was run to its end."""
         scores = []
         for env_id, goal in self.search.goals.items():
-            rows = [row for (text, env, _), row in self.rows.items() if (text, env) == (json.dumps(settings), env_id)]
+            rows = [
+                row for (text, env, _), row in list(self.rows.items()) if (text, env) == (json.dumps(settings), env_id)
+            ]
             returns = [float(row["mean_return"]) for row in rows if len(row["tenths"].split()) == 10]
             scores.append(statistics.mean(returns) / goal if returns else 0.0)
         return (statistics.mean(scores) + min(scores)) / 2 if all(scores) else 0.0
+
+    def returns_at(self, tenth: int, env_id: str, seed: int) -> list[float]:
+        """The mean returns of the runs so far of an env and seed, at a tenth of their steps."""
+        rows = [row for row in list(self.rows.values()) if (row["env_id"], row["seed"]) == (env_id, str(seed))]
+        known = [row["tenths"].split() for row in rows]
+        return [float(tenths[tenth - 1]) for tenths in known if len(tenths) >= tenth]
 
     def objective(self, trial: optuna.Trial) -> float:
         """Train a trial's settings on each env; their value."""
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.search.space.items()}
         for number, (env_id, seed) in enumerate(itertools.product(self.search.goals, self.seeds)):
 
-            def go_on(tenth: int, mean_return: float, first=10 * number, goal=self.search.goals[env_id]) -> bool:
-                trial.report(mean_return / goal, first + tenth)
-                return not trial.should_prune()
+            def go_on(tenth: int, mean_return: float, number=number, env_id=env_id, seed=seed) -> bool:
+                trial.report(mean_return / self.search.goals[env_id], 10 * number + tenth)  # Optuna ranks by it
+                others = self.returns_at(tenth, env_id, seed)
+                return tenth <= 3 or len(others) < 4 or mean_return >= statistics.median(others)
 
             if not self.run(settings, env_id, seed, go_on):
                 raise optuna.TrialPruned
@@ -244,9 +268,8 @@ class Tuner:
 
     def study(self) -> optuna.Study:
         """Optuna's study of the trials so far, with those queued that `begin` names."""
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=3)
         sampler = optuna.samplers.TPESampler(multivariate=True, constant_liar=True, n_startup_trials=8)
-        study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
         for settings in filter(self.is_known, self.settings()):  # which costs nothing
             study.enqueue_trial(settings)
             study.optimize(self.objective, n_trials=1)

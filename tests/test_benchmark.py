@@ -1,5 +1,6 @@
 """benchmark/: what is measured is what the results say it is."""
 
+import contextlib
 import csv
 import json
 import os
@@ -14,6 +15,7 @@ import film
 import imageio.v2 as imageio
 import learning_curves
 import numpy as np
+import optuna
 import parts
 import threads
 import throughput
@@ -339,3 +341,47 @@ def test_a_search_goes_on_from_its_file(monkeypatch, tmp_path):
     assert [trial.state.name for trial in trials] == ["COMPLETE", "PRUNED"]
     assert trials[0].params == good
     assert trials[0].value == again.value(good)
+
+
+def test_a_tuning_run_that_goes_on_keeps_its_returns(monkeypatch, tmp_path):
+    """Catches: the tenths before a resume filled with the returns after it."""
+    Path("chatty.py").write_text(CHATTY)
+    search = tune.Search(str(tmp_path / "chatty.py"), {"CartPole-v1": 100.0}, dict(num_steps=[32]))
+    search.fixed, search.total_timesteps = dict(num_envs=4, checkpoint_every=1), 5120
+    monkeypatch.setitem(tune.SEARCHES, "quick", search)
+    for folder, last in [("ended", 6), ("resumed", 10)]:
+        (tmp_path / folder).mkdir()
+        monkeypatch.setattr(tune, "RESULTS", tmp_path / folder)
+        tune.Tuner("quick", tmp_path).run(dict(num_steps=32), "CartPole-v1", 1001, lambda tenth, _, n=last: tenth < n)
+    ended, resumed = (
+        learning_curves.read(tmp_path / folder / "tune__quick.csv")[0]["tenths"].split()
+        for folder in ("ended", "resumed")
+    )
+    assert len(list(Path("runs").iterdir())) == 1
+    assert resumed[: len(ended)] == ended
+    assert (len(set(ended)) > 3, len(resumed)) == (True, 10)
+
+
+def test_a_tuning_run_is_compared_at_the_same_step_of_the_same_env(monkeypatch, tmp_path):
+    """Catches: a run that a better one before it, on another env, protects; one ended among the first few, or early;
+    one at the median ended."""
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    search = tune.Search("ppo.py", {"good": 1.0, "bad": 1.0}, dict(seed=[1]))
+    monkeypatch.setitem(tune.SEARCHES, "quick", search)
+
+    for earlier, on_bad, expected in [(4, 0.0, [None, 4]), (4, 0.8, [None, None]), (3, 0.0, [None, None])]:
+        tuner, ends = tune.Tuner("quick", tmp_path), []
+
+        def play(settings, env_id, seed, go_on, ends=ends, on_bad=on_bad):
+            mean_return = on_bad if env_id == "bad" else 0.9
+            ends.append(next((tenth for tenth in range(1, 11) if not go_on(tenth, mean_return)), None))
+            return ends[-1] is None
+
+        for number in range(earlier):
+            for env_id, tenths in [("good", "0.9 " * 10), ("bad", "0.8 " * 10)]:
+                tuner.rows[number, env_id, "1001"] = dict(env_id=env_id, seed="1001", tenths=tenths)
+        monkeypatch.setattr(tuner, "run", play)
+        monkeypatch.setattr(tuner, "value", lambda settings: 1.0)
+        with contextlib.suppress(optuna.TrialPruned):
+            tuner.objective(optuna.create_study().ask())
+        assert ends == expected
