@@ -480,8 +480,8 @@ class CheckedEnv(gym.Wrapper):
         return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
 
     def step(self, action):
-        obs, *numbers, _ = self.call(self.env.step, self.action_space.dtype.type(action))
-        numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in numbers]
+        obs, reward, terminated, truncated, _ = self.call(self.env.step, self.action_space.dtype.type(action))
+        numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in (reward, terminated, truncated)]
         return self.check(obs), *numbers, {}
 
     def call(self, method: Callable, *args, **options):
@@ -517,8 +517,8 @@ def note_signal(pid: int, signum: int, frame):
 
 
 def tell(text: str) -> None:
-    """Print a line, if anybody reads it: Ctrl-C ends a `| tee` as well."""
-    with contextlib.suppress(BrokenPipeError):
+    """Print a line, if it can be read: Ctrl-C ends a `| tee` as well, a terminal may be closed."""
+    with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
 
 
@@ -545,13 +545,13 @@ class Run(contextlib.ExitStack):
         """Close everything, and say how the run ended."""
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
-        if isinstance(error, (SystemExit, EOFError, ConnectionError)):
+        if isinstance(error, (SystemExit, EOFError, ConnectionError)) and self.folder.exists():
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
             raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
-            tell(f"stopped by signal {SIGNALS[0]}; to go on: python {__file__} --resume {self.folder}")
+            tell(f'stopped by signal {SIGNALS[0]}; to go on: python "{__file__}" --resume "{self.folder}"')
             sys.exit(128 + SIGNALS[0])
 
     def begin(self, agent: nn.Module, optimizer) -> None:
@@ -652,7 +652,7 @@ class Run(contextlib.ExitStack):
             self.writer.add_scalar(tag, value, self.global_step)
         if RANK == 0 and now - self.last_print > 5:
             self.last_print = now
-            left = timedelta(seconds=round((self.args.total_timesteps - self.global_step) / sps))
+            left = timedelta(seconds=round(min((self.args.total_timesteps - self.global_step) / sps, 1e9)))
             tell(f"{self.global_step:,} steps, {sps:,.0f} steps/s, {left} left, {self.kept['progress']}")
 
     def stopped(self) -> bool:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import time
 
@@ -57,6 +58,7 @@ BEGINNINGS = {  # what a constructor does besides
     "seeds torch": lambda: torch.manual_seed(0),
     "seeds all": seed_all,
     "moves": lambda: os.chdir(os.sep),
+    "finds no server": lambda: socket.create_connection(("127.0.0.1", 9), timeout=5),
 }
 INFOS = {
     "ragged": lambda t: {"path": np.zeros(t + 1)},
@@ -144,6 +146,14 @@ class Learner(Odd):
         return super().step(action)
 
 
+class OldStep(Odd):
+    """Its step is that of gym before 0.26."""
+
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
 class Own(Odd):
     """Draws from a generator that cannot be set."""
 
@@ -162,6 +172,7 @@ class Sampling(gym.ObservationWrapper):
 
 
 gym.register("Odd-v0", entry_point=Odd)
+gym.register("OldStep-v0", entry_point=OldStep)
 gym.register("Own-v0", entry_point=Own)
 gym.register("Sampling-v0", entry_point=Sampling)
 gym.register("Learner-v0", entry_point=Learner)

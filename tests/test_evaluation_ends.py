@@ -58,7 +58,7 @@ def test_a_signal_ends_the_evaluation_and_the_run(script, monkeypatch, capfd):
     assert exit.value.code == 128 + signal.SIGTERM
     assert steps == [1, 2, 3]
     (run_dir,) = Path("runs").absolute().iterdir()
-    assert re.search(rf"; to go on: python .*--resume {run_dir}$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(rf'; to go on: python .*--resume "{run_dir}"$', capfd.readouterr().out, re.MULTILINE)
     scalars, state = read_scalars(run_dir), load(run_dir)
     assert "eval/episodic_return" not in scalars
     assert state["iteration"] == len(scalars["losses/value_loss"]) < 4

@@ -4,6 +4,7 @@
 import contextlib
 import importlib.util
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -392,7 +393,7 @@ wrappers.RecordEpisodeStatistics.step = interrupted"""
     stopped = launcher.run("ppo_multidiscrete", *arguments, code=interrupt)
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
-    command = re.search(r"to go on: python \S+ (.*)$", stopped.stdout, re.MULTILINE).group(1).split()
+    command = shlex.split(re.search(r"to go on: python \S+ (.*)$", stopped.stdout, re.MULTILINE).group(1))
     resumed = launcher.run("ppo_multidiscrete", *command)
     assert resumed.returncode == 0, resumed.stderr
     first, second = (Path(re.search(r"in (\S+)$", result.stdout, re.MULTILINE).group(1)) for result in (whole, resumed))

@@ -2,10 +2,12 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import re
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from conftest import ROOT, SMALL, flags, read_scalars, small_args
 from faulty_envs import hook_envs
 from launcher import wait_until
+
+import ppo
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -44,8 +48,10 @@ def second_iteration(script) -> int:
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_to_all_processes_is_a_pause(launcher, signum):
     """Catches: workers that die of the Ctrl-C and take the iteration along; one lost or cut short; a wrong exit code; a
-    command to go on that does not work."""
-    process = launcher.start("ppo", *flags(**SMALL["ppo"] | dict(total_timesteps=10**9, vectorization="async")))
+    command to go on that does not work, with a blank in the folder's name."""
+    process = launcher.start(
+        "ppo", *flags(**SMALL["ppo"] | dict(total_timesteps=10**9, vectorization="async", exp_name="two words"))
+    )
     wait_until(lambda: list(Path("runs").glob("*/events*")) or not process.running())
     wait_until(lambda: list(Path("runs").glob("*/checkpoint.pt")) or not process.running())
     process.send_group(signum)
@@ -97,6 +103,23 @@ def test_errors_that_nobody_reads_either(launcher):
     assert state["global_step"] == state["iteration"] * SMALL["ppo"]["num_envs"] * SMALL["ppo"]["num_steps"] > 0
 
 
+@pytest.mark.parametrize("total_timesteps", [10**9, 2**62])
+def test_a_terminal_that_is_gone(monkeypatch, total_timesteps):
+    """Catches: a run that ends because a line cannot be printed: an OSError, or more time left than a timedelta has."""
+    ticks = itertools.count(step=10)  # so that each iteration is told
+    monkeypatch.setattr(ppo.time, "perf_counter", lambda: next(ticks))
+    stop_at(monkeypatch, ppo, second_iteration(ppo))
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit):
+            ppo.train(small_args(ppo, total_timesteps=total_timesteps))
+    with contextlib.suppress(OSError):
+        full.close()
+    (run_dir,) = Path("runs").iterdir()
+    assert load(run_dir)["iteration"] == 2
+
+
 def test_the_iteration_is_finished(script, monkeypatch, capfd):
     """Catches: an iteration that is cut short, or one more; the evaluation of a run that is stopped."""
     monkeypatch.setattr(script, "evaluate", lambda *_: pytest.fail("games are played first, for minutes"))
@@ -107,7 +130,7 @@ def test_the_iteration_is_finished(script, monkeypatch, capfd):
     assert steps[-1] == 2 * small_args(script).num_steps
     (run_dir,) = Path("runs").iterdir()
     assert (load(run_dir)["iteration"], load(run_dir)["global_step"]) == (2, 2 * small_args(script).batch_size)
-    assert f"--resume {run_dir.absolute()}\n" in capfd.readouterr().out
+    assert f'--resume "{run_dir.absolute()}"\n' in capfd.readouterr().out
 
 
 def test_with_exact_resume_the_scheduled_checkpoint_stays(script, monkeypatch):

@@ -152,6 +152,27 @@ def test_every_script_refuses_them(script):
         script.train(odd_args(script, "a row for a vector"))
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_step_of_the_old_gym(vectorization):
+    """Catches: the mistake that is made most, met within gymnasium, where nothing says what a step must return."""
+    args = odd_args(ppo, "", env_id="odd_envs:OldStep-v0", vectorization=vectorization)
+    with pytest.raises(ValueError, match="expected 5, got 4") as error:
+        observe(args, [1, 2], steps=1)
+    if vectorization == "sync":  # else it was told by the env's process
+        assert "obs, reward, terminated, truncated, _ =" in str(error.traceback[-1].statement)
+
+
+def test_an_env_that_finds_no_server(launcher):
+    """Catches: a wrong guess at why, and talk of a checkpoint, where no run has begun; the env's line lost."""
+    options = SMALL["ppo"] | dict(env_id="odd_envs:Odd-v0", env_kwargs='{"what": "finds no server"}')
+    result = launcher.run("ppo", *flags(**options))
+    assert result.returncode == 1
+    assert "odd_envs.py" in result.stderr
+    assert "ConnectionRefusedError" in result.stderr
+    assert "checkpoint" not in result.stderr
+    assert not Path("runs").exists()
+
+
 def test_a_misfit_on_the_command_line(launcher):
     """Catches: a traceback where a sentence would do, and success."""
     options = SMALL["ppo"] | dict(env_id="odd_envs:Odd-v0", env_kwargs='{"what": "one number for two"}')
