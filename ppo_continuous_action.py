@@ -72,7 +72,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v5"  # a registered id, or "module:Name-v0" of a module to import
-    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"ctrl_cost_weight": 0.2}'
+    env_kwargs: str = "{}"  # the env's keyword arguments, as JSON: '{"ctrl_cost_weight": 0.2}'
     num_envs: int = 64  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: a process per env, for steps > 1 ms
 

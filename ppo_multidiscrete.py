@@ -83,7 +83,7 @@ class Args:
 
     # environment
     env_id: str = "MicrortsMining-v4"  # one of MICRORTS, a registered id, or "module:Name-v0"
-    env_kwargs: str = "{}"  # keyword arguments for the env, as JSON: '{"frame_skip": 0}'
+    env_kwargs: str = "{}"  # the env's keyword arguments, as JSON: '{"frame_skip": 0}'
     num_envs: int = 8  # N, parallel envs [core 1]; 1 to 64
     vectorization: Literal["sync", "async"] = "sync"  # async: a process per env; not for MicroRTS
     mask_actions: bool | None = None  # give invalid actions probability 0 [aux 4]; None: if the env has masks
