@@ -170,7 +170,8 @@ def measure(side: str, processes: int, seconds: float, **setting) -> tuple[float
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(dict(side=side, seconds=seconds, **setting))
         command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "--one", request]
-        environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmark'}"}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")])
+        environment = ENVIRONMENT | {"PYTHONPATH": paths}
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(result.stderr)

@@ -16,8 +16,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmark")]
+own_paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []  # where packages may lie
 os.environ |= {
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",  # subprocesses find probe_envs as well
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *own_paths]),  # subprocesses find probe_envs as well
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
 }
