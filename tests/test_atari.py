@@ -384,6 +384,21 @@ def test_float32_features_do_not_depend_on_the_memory_layout(atari_script):
     torch.testing.assert_close(agent.encode(obs), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_convolutions_are_channels_last(atari_script):
+    """Catches: the slower layout, in which one frame stays unless told otherwise, as it is in both at once."""
+    args = small_args(atari_script)
+    with contextlib.closing(atari_script.make_envs(args, 2)) as envs:
+        agent = atari_script.Agent(envs, args)
+        obs = torch.as_tensor(np.stack([envs.single_observation_space.sample() for _ in range(3)]))
+    strides = []
+    for layer in agent.network:
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(lambda layer, given, out: strides.append(out.stride()[1]))
+    for agent.bf16 in (False, True):
+        agent.encode(obs)
+    assert strides == [1] * 6
+
+
 def test_bfloat16_is_close_to_float32(atari_script):
     """Catches: a half precision that reaches the heads, a flag that does nothing, pixels rounded before the scaling."""
     args = small_args(atari_script)
