@@ -5,8 +5,7 @@ Train:     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
 Resume:    python ppo_atari_lstm.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
 Evaluate:  python ppo_atari_lstm.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari_lstm__1__1700000000
 
-Differs from ppo_atari.py as ppo_lstm.py differs from ppo.py: an LSTM between the CNN and the heads, minibatches of
-whole sequences. It sees one frame at a time, so it must remember where things are moving.
+Differs from ppo_atari.py as ppo_lstm.py from ppo.py: an LSTM after the CNN, minibatches of whole sequences.
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
@@ -32,6 +31,7 @@ You may stop reading at "The life of a run": what follows is not PPO, and the sa
 # ///
 
 import contextlib
+import ctypes
 import functools
 import json
 import math
@@ -40,6 +40,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # torch's idle threads soon sleep, not spin
+with contextlib.suppress(AttributeError, OSError):  # glibc: keep freed memory, 1.1 x as fast
+    for option, value in ((-1, 2**31 - 1), (-4, 0)):  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        ctypes.CDLL("libc.so.6").mallopt(option, value)
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -141,9 +144,8 @@ class AtariLives(VectorWrapper):
         if self.fire is not None:
             actions = np.where(self.life_starts, self.fire, actions)
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        # a finished game has been reset: its lives are those of the next one
         life_lost = (infos["lives"] > 0) & (infos["lives"] < self.lives) & ~(terminations | truncations)
-        self.lives = infos["lives"]
+        self.lives = infos["lives"]  # those of the next game, where one has ended
         self.life_starts = life_lost | terminations | truncations
         return obs, np.sign(rewards), terminations | life_lost, truncations, infos
 
@@ -276,8 +278,7 @@ class Agent(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 1, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            dtype = torch.bfloat16 if self.bf16 else torch.float32
-            pixels = obs.to(dtype, memory_format=torch.channels_last).div_(255)  # [atari 9]; faster convolutions
+            pixels = obs.to(torch.float32, memory_format=torch.channels_last).div_(255)  # [atari 9]; fast convolutions
             return self.network(pixels).float()
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:

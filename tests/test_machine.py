@@ -95,6 +95,7 @@ def test_who_takes_several_threads_has_them_soon_sleep(path):
 def test_only_to_film_a_screen_is_done_without(name, given, monkeypatch):
     """Catches: ten hours of training that end at `an OpenGL platform library has not been loaded`, or need one."""
     script = importlib.import_module(name)
+    importlib.import_module("mujoco")  # which loads the library that is asked for, and OSMesa may not be there
     names = ("MUJOCO_GL", "SDL_VIDEODRIVER")
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in names} | given)
     env_id = "CartPole-v1" if name == "ppo_lstm" else "Pendulum-v1"
