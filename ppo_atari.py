@@ -214,7 +214,7 @@ class Agent(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            obs = obs.contiguous(memory_format=torch.channels_last)  # while they are bytes; convolutions are faster so
+            obs = obs.contiguous(memory_format=torch.channels_last)  # fast convolutions
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)  # [atari 9]
             return self.network(pixels).float()
 
