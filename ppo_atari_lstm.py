@@ -107,6 +107,7 @@ class Args:
     seq_len: int = 0  # S, steps of a sequence, a divisor of num_steps; 0: num_steps [lstm 4]
     hidden_size: int = 128  # H, units of each LSTM layer
     num_layers: int = 1  # L, layers of the LSTM
+    negative_slope: float = 0.0  # of the LeakyReLUs; 0: ReLUs [atari 8]; 0.1 keeps units from dying
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
@@ -262,14 +263,14 @@ class Agent(nn.Module):
         self.bf16 = args.bf16
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(1, 32, 8, stride=4)),
-            nn.ReLU(),
+            nn.LeakyReLU(args.negative_slope),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(),
+            nn.LeakyReLU(args.negative_slope),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
-            nn.ReLU(),
+            nn.LeakyReLU(args.negative_slope),
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512)),
-            nn.ReLU(),
+            nn.LeakyReLU(args.negative_slope),
         )
         self.memory = Memory(512, args.hidden_size, args.num_layers, num_lstms=1)
         self.critic = layer_init(nn.Linear(args.hidden_size, 1), std=1.0)

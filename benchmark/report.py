@@ -115,6 +115,7 @@ LABELS = {
     "64-games": "64 games, no value clipping",
     "3M-steps": "3M steps",
     "64-games-3M-steps": "64 games, no value clipping, 3M steps",
+    "64-games-large-steps-3M-steps": "the same, four times the learning rate, a tenth of the entropy bonus",
     "8-envs": "8 envs, an LSTM each",
     "an-lstm-each": "an LSTM each",
     "former-defaults": "150k steps, the defaults before those of today",
@@ -175,6 +176,8 @@ FLAGS = {
     "64-games": f" -- {flags(OWN_SETTINGS['ppo_atari', 'BeamRiderNoFrameskip-v4'])}",
     "3M-steps": " -- --total-timesteps 3000000",
     "64-games-3M-steps": " -- --total-timesteps 3000000 " + flags(OWN_SETTINGS["ppo_atari", "BeamRiderNoFrameskip-v4"]),
+    "64-games-large-steps-3M-steps": " -- --total-timesteps 3000000 "
+    + flags(OWN_SETTINGS["ppo_atari", "BeamRiderNoFrameskip-v4"] | dict(learning_rate=1e-3, ent_coef=0.001)),
     "8-envs": " -- --num-envs 8 --no-shared-lstm",
     "an-lstm-each": " -- --no-shared-lstm",
     "former-defaults": f" -- {FORMER_DEFAULTS} --total-timesteps 150000 --num-envs 8 --num-steps 128",
