@@ -75,8 +75,8 @@ RUNS = {
         WALK | dict(env_id="WalkMulti-v0", target_kl=None),
         WALK | dict(env_id="WalkGrid-v0", target_kl=None, anneal_ent=True),
     ],
-    "ppo_atari": [GAME],
-    "ppo_atari_lstm": [GAME | dict(seq_len=10, hidden_size=8)],
+    "ppo_atari": [GAME, GAME | dict(negative_slope=0.5)],
+    "ppo_atari_lstm": [GAME | dict(seq_len=10, hidden_size=8, negative_slope=0.1)],
 }
 
 
@@ -134,8 +134,9 @@ class Reference:
         x = torch.as_tensor(np.stack(obs)).double()
         convolve = lambda i, x, stride: F.conv2d(x, self.p[f"network.{i}.weight"], self.p[f"network.{i}.bias"], stride)
         if self.atari:
-            x = convolve(4, convolve(2, convolve(0, x / 255, 4).relu(), 2).relu(), 1).relu()
-            return self.linear("network.7", x.flatten(1)).relu()
+            bend = lambda x: torch.where(x > 0, x, self.args.negative_slope * x)
+            x = bend(convolve(4, bend(convolve(2, bend(convolve(0, x / 255, 4)), 2)), 1))
+            return bend(self.linear("network.7", x.flatten(1)))
         if x.dim() == 4:  # a grid (H, W, C), and flattened as such
             x = convolve(2, convolve(0, x.permute(0, 3, 1, 2), 2).relu(), 1).relu()
             return self.linear("hidden", x.permute(0, 2, 3, 1).flatten(1)).relu()
