@@ -225,10 +225,7 @@ class Memory(nn.Module):
 
     @torch.compiler.disable
     def run_sequences(self, x: Tensor, state: Tensor, starts: Tensor) -> list[Tensor]:
-        """The features of whole sequences, which are cut where episodes start: nn.LSTM takes pieces without a reset.
-
-        P pieces of similar length run together, padded to the longest.
-        """
+        """The features of whole sequences, cut into P pieces without a reset; similar ones run together, padded."""
         S, end = starts.shape[1], starts.numel()
         begins = ((starts > 0) | (torch.arange(S) == 0)).flatten().nonzero().squeeze(1)  # (P,), in the flattened x
         lengths = torch.diff(begins, append=torch.tensor([end]))
