@@ -104,7 +104,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # end an update after an epoch with a larger KL; 0.01 to 0.05
-    negative_slope: float = 0.0  # of the LeakyReLUs; 0: ReLUs [atari 8]; 0.1 keeps units from dying
+    negative_slope: float = 0.0  # of the CNN's LeakyReLUs; 0: ReLUs, which large steps kill; 0 to 0.1
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))

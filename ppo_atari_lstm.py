@@ -107,7 +107,7 @@ class Args:
     seq_len: int = 0  # S, steps of a sequence, a divisor of num_steps; 0: num_steps [lstm 4]
     hidden_size: int = 128  # H, units of each LSTM layer
     num_layers: int = 1  # L, layers of the LSTM
-    negative_slope: float = 0.0  # of the LeakyReLUs; 0: ReLUs [atari 8]; 0.1 keeps units from dying
+    negative_slope: float = 0.0  # of the CNN's LeakyReLUs; 0: ReLUs, which large steps kill; 0 to 0.1
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
