@@ -104,14 +104,14 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # end an update after an epoch with a larger KL; 0.01 to 0.05
-    negative_slope: float = 0.0  # of the CNN's LeakyReLUs; 0: ReLUs, which large steps kill; 0 to 0.1
+    negative_slope: float = 0.0  # of LeakyReLU; 0: ReLU, which large steps may kill; 0 to 0.1
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
     num_iterations = property(lambda self: int(self.total_timesteps // self.batch_size))
 
     def __post_init__(self):
-        require(self, "env_threads", lambda x: x >= 0, "0 or more")
+        require(self, "env_threads negative_slope", lambda x: 0 <= x < math.inf, "0 or more")
         check_args(self)
 
 

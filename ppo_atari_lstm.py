@@ -107,7 +107,7 @@ class Args:
     seq_len: int = 0  # S, steps of a sequence, a divisor of num_steps; 0: num_steps [lstm 4]
     hidden_size: int = 128  # H, units of each LSTM layer
     num_layers: int = 1  # L, layers of the LSTM
-    negative_slope: float = 0.0  # of the CNN's LeakyReLUs; 0: ReLUs, which large steps kill; 0 to 0.1
+    negative_slope: float = 0.0  # of LeakyReLU; 0: ReLU, which large steps may kill; 0 to 0.1
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     minibatch_size = property(lambda self: int(self.batch_size // self.num_minibatches))
@@ -116,7 +116,7 @@ class Args:
 
     def __post_init__(self):
         require(self, "hidden_size num_layers", lambda x: x >= 1, "at least 1")
-        require(self, "env_threads seq_len", lambda x: x >= 0, "0 or more")
+        require(self, "env_threads seq_len negative_slope", lambda x: 0 <= x < math.inf, "0 or more")
         check_args(self)
         require(self, "seq_len", lambda x: not x or self.num_steps % x == 0, "a divisor of --num-steps, or 0")
         fits = lambda x: self.num_sequences % (x * (PROCESSES if dist.is_initialized() else 1)) == 0

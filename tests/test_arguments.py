@@ -37,12 +37,12 @@ BAD_NUMBERS = """
 OWN_BAD_NUMBERS = {
     "ppo": BAD_NUMBERS,
     "ppo_continuous_action": "num-envs=0 log-std-init=nan log-std-init=inf log-std-init=-inf",
-    "ppo_atari": "num-envs=0 env-threads=-1",
+    "ppo_atari": "num-envs=0 env-threads=-1 negative-slope=-0.1 negative-slope=nan",
     "ppo_lstm": """
         num-envs=0 log-std-init=nan reward-scale=nan reward-scale=inf reward-floor=nan reward-floor=inf
         critic-learning-rate=inf critic-learning-rate=nan critic-learning-rate=0 weight-decay=inf weight-decay=-1
     """,
-    "ppo_atari_lstm": "num-envs=0 hidden-size=0 num-layers=0 seq-len=-1 seq-len=3",
+    "ppo_atari_lstm": "num-envs=0 hidden-size=0 num-layers=0 seq-len=-1 seq-len=3 negative-slope=inf",
     "ppo_multidiscrete": "num-envs=0",
 }
 
