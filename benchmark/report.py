@@ -282,8 +282,9 @@ NOTES = {
     "what is below 0 is learnt from as well. On seed 1002, again in 1.5M steps, the same settings then have 20.2 "
     "after 1.0M and 20.9 at the end (21.0 by the most likely action); without it -1.1 after 0.75M. These are Pong's "
     "own settings, with 2M steps; two fresh seeds have 19.7 and 20.1 (18.8 and 20.0). On Breakout, seed 1001, of 10M "
-    "steps, they have 42.9 after 1.0M and 53.5 after 2.0M; 64 games alone, as above, have 27.8 and 86.2, and with the "
-    "slope, twice the learning rate and the whole entropy bonus it is 30.8 after 1.0M. The rows of 3M steps are of runs whose learning rate falls to 0 by then; of "
+    "steps, they have 42.9 after 1.0M and 53.5 after 2.0M; 64 games alone, as above, have 27.8 and 86.2, and with "
+    "the slope, twice the learning rate and the whole entropy bonus it is 30.8 after 1.0M. The rows of 3M steps are "
+    "of runs whose learning rate falls to 0 by then; of "
     "two seeds each, as a third could not have brought them to 20.8.",
     "ppo_atari_lstm": "The published values are of three seeds and 10M steps, the rows of 3M steps of shorter runs, "
     "whose learning rate falls to 0 by then.",
