@@ -284,10 +284,11 @@ NOTES = {
     "a filter's weights have one sign, and Adam moves each by up to the learning rate. With `--negative-slope 0.1` "
     "what is below 0 is learnt from as well. On seed 1002, again in 1.5M steps, the same settings then have 20.2 "
     "after 1.0M and 20.9 at the end (21.0 by the most likely action); without it -1.1 after 0.75M. These are Pong's "
-    "own settings, with 2M steps; three fresh seeds have 19.9 ± 0.1 (19.9 ± 0.9). On Breakout, seed 1001, of 10M "
-    "steps, they have 42.9 after 1.0M and 53.5 after 2.0M, and 64 games alone, as above, 27.8 and 86.2; with the "
-    "slope besides it is 25.3 and 54.3, with twice the learning rate as well 30.8 after 1.0M. So the slope is no "
-    "default. The rows of 3M steps are of runs whose learning rate falls to 0 by then; of "
+    "own settings, with 2M steps; three fresh seeds have 19.9 ± 0.1 (19.9 ± 0.9). Of the units of seeds 42 and 43 "
+    "all but one filter are above 0 in some of as many frames. On Breakout, seed 1001, of 10M steps, they have 42.9 "
+    "after 1.0M and 53.5 after 2.0M, and 64 games alone, as above, 27.8 and 86.2; with the slope besides it is 25.3 "
+    "and 54.3, with twice the learning rate as well 30.8 after 1.0M. So the slope is no default. The rows of 3M "
+    "steps are of runs whose learning rate falls to 0 by then; of "
     "two seeds each, as a third could not have brought them to 20.8.",
     "ppo_atari_lstm": "The published values are of three seeds and 10M steps, the rows of 3M steps of shorter runs, "
     "whose learning rate falls to 0 by then.",
