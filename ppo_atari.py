@@ -2,15 +2,15 @@
 Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's; ranges are hints.
 
 Train:     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --seed 1
-Resume:    python ppo_atari.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari__1__1700000000
-Evaluate:  python ppo_atari.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari__1__1700000000 --capture-video
+Resume:    python ppo_atari.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari__1__*
+Evaluate:  python ppo_atari.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari__1__* --capture-video
 
 Differs from ppo.py in: the env (ale-py's native vector env, lives, FIRE), the network (one CNN for both heads, in
 bfloat16 where the hardware has it), and the defaults of the Atari experiments.
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs's, *A an action's.
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O of an obs, *A of an action.
 With `torchrun --nproc-per-node 2 ppo_atari.py` each of two processes has half of N, B and M.
 
 You may stop reading at "The life of a run": what follows is not PPO, and the same in every script.
@@ -171,7 +171,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         envs = SyncVectorEnv([make_rendered_env] * num_envs, **mode)
         meanings = envs.envs[0].unwrapped.get_action_meanings()
     else:
-        # AtariLives clips the rewards, after the returns were recorded, and presses FIRE, at every life
+        # AtariLives clips the rewards after the returns are recorded, and presses FIRE at every life
         kwargs |= dict(noop_max=30, reward_clipping=False, use_fire_reset=False)
         envs = AtariVectorEnv(num_envs=num_envs, num_threads=args.env_threads or CORES, **kwargs, **mode)
         meanings = [action.name for action in envs.ale.get_action_set()]
@@ -215,7 +215,7 @@ class Agent(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Features: (N, 4, 84, 84) uint8 -> (N, 512) float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            obs = obs.contiguous(memory_format=torch.channels_last)  # fast convolutions
+            obs = obs.contiguous(memory_format=torch.channels_last)  # fast convolutions; copied as bytes
             pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32).div_(255)  # [atari 9]
             return self.network(pixels).float()
 
@@ -294,7 +294,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     if PROCESSES > 1:  # each has its part of the minibatch [aux 2]
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # few kernels; replaying a graph, many are faster
+    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # one call; slower in a graph
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=foreach)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
@@ -401,7 +401,7 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
     returns = []
     with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(args.seed)  # and not the GPU's
-        agent = Agent(envs, args).eval().requires_grad_(False)  # an env may need gradients
+        agent = Agent(envs, args).eval().requires_grad_(False)  # no_grad() would reach into the env
         load_checkpoint(state["path"], agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         for _ in range(episodes * 100_000):  # then episodes that do not end are given up
@@ -533,27 +533,25 @@ class CheckedEnv(gym.Wrapper):
                 seeder(number)
             if not isinstance(self.unwrapped.np_random, np.random.RandomState):
                 gym.Env.reset(self.unwrapped, seed=seed)  # its own may not
-        return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
+        return self.call(self.env.reset, seed=seed, options=options)[0], {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.call(self.env.step, self.action_space.dtype.type(action))
         numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in (reward, terminated, truncated)]
-        return self.check(obs), *numbers, {}
+        return obs, *numbers, {}
 
     def call(self, method: Callable, *args, **options):
         try:
-            return method(*args, **options)
+            obs, *others = method(*args, **options)
         except (Exception, SystemExit) as error:  # not every error can be sent to another process
             raise RuntimeError(f"an env raised {error!r}; the last checkpoint is good") from error
-
-    def check(self, obs):
         if self.unchecked > 0:
             self.unchecked -= 1
             try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
                 concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
             except Exception as error:
                 raise UserError(f"{self.spec.id} gave {obs!r:.300}, not of {self.observation_space}: {error}") from None
-        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
+        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs, *others
 
     def close(self):
         with contextlib.suppress(Exception, SystemExit):  # no reason to lose a run
@@ -601,9 +599,9 @@ class Run(contextlib.ExitStack):
         """Close everything, and say how the run ended."""
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
-        if isinstance(error, (SystemExit, EOFError, ConnectionError)) and self.folder.exists():
+        if isinstance(error, (SystemExit, EOFError, ConnectionError) if self.folder.exists() else SystemExit):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
-            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good") from error
+            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good, if there is one") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
@@ -700,7 +698,7 @@ class Run(contextlib.ExitStack):
             self.kept["progress"] = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
             self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few
         self.episodes = []
-        if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
+        if self.kept["score"] == -math.inf or self.kept["score"] > self.kept["best_return"]:
             self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
         now = time.perf_counter()
         sps = scalars["charts/SPS"] = (self.global_step - self.start_step) / (now - self.start_time)

@@ -2,14 +2,14 @@
 Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's; ranges are hints.
 
 Train:     python ppo_continuous_action.py --env-id HalfCheetah-v5 --seed 1
-Resume:    python ppo_continuous_action.py --resume runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000
-Evaluate:  python ppo_continuous_action.py --evaluate runs/HalfCheetah-v5__ppo_continuous_action__1__1700000000
+Resume:    python ppo_continuous_action.py --resume runs/HalfCheetah-v5__ppo_continuous_action__1__*
+Evaluate:  python ppo_continuous_action.py --evaluate runs/HalfCheetah-v5__ppo_continuous_action__1__*
 
 Differs from ppo.py in: a Gaussian policy, observations and rewards normalised by the agent, defaults for MuJoCo.
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs's, *A an action's.
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O of an obs, *A of an action.
 With `torchrun --nproc-per-node 2 ppo_continuous_action.py` each of two processes has half of N, B and M.
 
 You may stop reading at "The life of a run": what follows is not PPO, and the same in every script.
@@ -95,8 +95,8 @@ class Args:
     vf_coef: float = 0.25  # weight of the value loss; 0.25 to 1
     max_grad_norm: float = 0.5  # bound of the gradient's global norm [core 11]
     target_kl: float | None = None  # end an update after an epoch with a larger KL; 0.01 to 0.05
-    norm_obs: bool = True  # normalise obs by running mean and std, clip to ±10 [cont 6] [cont 7]
-    norm_reward: bool = True  # divide by the std of discounted sums, clip to ±10 [cont 8] [cont 9]
+    norm_obs: bool = True  # normalise obs by running mean and std, clip to ±10
+    norm_reward: bool = True  # divide by the std of discounted sums, clip to ±10
     log_std_init: float = -0.5  # log of the policy's initial standard deviation; -2 to 0
     learn_log_std: bool = True  # learn the standard deviation; off: it keeps its initial value
 
@@ -144,7 +144,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     for worker in getattr(envs, "processes", ()):
-        worker._popen.terminate = worker.kill  # Python's exit calls it, too
+        worker._popen.terminate = worker.kill  # Python's exit calls it, too: workers outlive SIGTERM
     return RecordEpisodeStatistics(envs)
 
 
@@ -187,11 +187,11 @@ class RunningNorm(nn.Module):
         self.bound.fill_(10.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise and clip: (N, *shape) -> (N, *shape) float32."""
+        """Normalise [cont 6] and clip [cont 7]: (N, *shape) -> (N, *shape) float32."""
         return ((x.double() - self.mean) / self.std).clamp(-self.bound, self.bound).float()
 
     def scale(self, x: Tensor) -> Tensor:
-        """Divide by the standard deviation, without centring, and clip."""
+        """Divide by the standard deviation [cont 8], without centring, and clip [cont 9]."""
         return (x / self.std).clamp(-self.bound, self.bound).float()
 
 
@@ -210,7 +210,7 @@ class Agent(nn.Module):
         self.return_norm = RunningNorm(())
         self.critic = mlp(1, std=1.0)
         self.actor_mean = mlp(math.prod(envs.single_action_space.shape), std=0.01)  # small: first actions near 0
-        log_std = torch.full(envs.single_action_space.shape, args.log_std_init)  # for all states [cont 2]
+        log_std = torch.ones(envs.single_action_space.shape) * args.log_std_init  # for all states [cont 2]
         self.actor_logstd = nn.Parameter(log_std, requires_grad=args.learn_log_std)
 
     def get_value(self, obs: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     if PROCESSES > 1:  # each has its part of the minibatch [aux 2]
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # few kernels; replaying a graph, many are faster
+    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # one call; slower in a graph
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=foreach)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
@@ -420,7 +420,7 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
     returns = []
     with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(args.seed)  # and not the GPU's
-        agent = Agent(envs, args).eval().requires_grad_(False)  # an env may need gradients
+        agent = Agent(envs, args).eval().requires_grad_(False)  # no_grad() would reach into the env
         load_checkpoint(state["path"], agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         for _ in range(episodes * 100_000):  # then episodes that do not end are given up
@@ -552,27 +552,25 @@ class CheckedEnv(gym.Wrapper):
                 seeder(number)
             if not isinstance(self.unwrapped.np_random, np.random.RandomState):
                 gym.Env.reset(self.unwrapped, seed=seed)  # its own may not
-        return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
+        return self.call(self.env.reset, seed=seed, options=options)[0], {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.call(self.env.step, self.action_space.dtype.type(action))
         numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in (reward, terminated, truncated)]
-        return self.check(obs), *numbers, {}
+        return obs, *numbers, {}
 
     def call(self, method: Callable, *args, **options):
         try:
-            return method(*args, **options)
+            obs, *others = method(*args, **options)
         except (Exception, SystemExit) as error:  # not every error can be sent to another process
             raise RuntimeError(f"an env raised {error!r}; the last checkpoint is good") from error
-
-    def check(self, obs):
         if self.unchecked > 0:
             self.unchecked -= 1
             try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
                 concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
             except Exception as error:
                 raise UserError(f"{self.spec.id} gave {obs!r:.300}, not of {self.observation_space}: {error}") from None
-        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
+        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs, *others
 
     def close(self):
         with contextlib.suppress(Exception, SystemExit):  # no reason to lose a run
@@ -620,9 +618,9 @@ class Run(contextlib.ExitStack):
         """Close everything, and say how the run ended."""
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
-        if isinstance(error, (SystemExit, EOFError, ConnectionError)) and self.folder.exists():
+        if isinstance(error, (SystemExit, EOFError, ConnectionError) if self.folder.exists() else SystemExit):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
-            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good") from error
+            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good, if there is one") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
@@ -719,7 +717,7 @@ class Run(contextlib.ExitStack):
             self.kept["progress"] = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
             self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few
         self.episodes = []
-        if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
+        if self.kept["score"] == -math.inf or self.kept["score"] > self.kept["best_return"]:
             self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
         now = time.perf_counter()
         sps = scalars["charts/SPS"] = (self.global_step - self.start_step) / (now - self.start_time)

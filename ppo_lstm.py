@@ -2,8 +2,8 @@
 Flags: the experiment's, from --env-id the env's, from --total-timesteps PPO's; ranges are hints.
 
 Train:     python ppo_lstm.py --env-id CartPole-v1 --seed 1
-Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__1700000000
-Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__1700000000 --capture-video
+Resume:    python ppo_lstm.py --resume runs/CartPole-v1__ppo_lstm__1__*
+Evaluate:  python ppo_lstm.py --evaluate runs/CartPole-v1__ppo_lstm__1__* --capture-video
 
 Differs from ppo.py in: an LSTM before actor and critic, whose state the rollout carries along; values computed with
 each action, as they need that state; minibatches of sequences of S steps, each trained from the state stored at its
@@ -11,7 +11,7 @@ start (truncated backpropagation through time); Box actions; velocities hidden b
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
-Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O an obs's, *A an action's,
+Shapes: T num_steps, N num_envs, B = T*N batch_size, M minibatch_size, *O of an obs, *A of an action,
 S seq_len, H hidden_size, L num_layers, K the number of LSTMs; a state is (N, K, 2, L, H): hidden and cell.
 With `torchrun --nproc-per-node 2 ppo_lstm.py` each of two processes has half of N, B and M.
 
@@ -175,7 +175,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
     envs = gym.make_vec(args.env_id, num_envs, args.vectorization, mode, [adapt], disable_env_checker=True, **options)
     envs.close = functools.partial(envs.close, timeout=1)  # a worker that hangs is then killed
     for worker in getattr(envs, "processes", ()):
-        worker._popen.terminate = worker.kill  # Python's exit calls it, too
+        worker._popen.terminate = worker.kill  # Python's exit calls it, too: workers outlive SIGTERM
     return RecordEpisodeStatistics(envs)
 
 
@@ -199,7 +199,7 @@ class Memory(nn.Module):
         super().__init__()
         self.lstms = nn.ModuleList(nn.LSTM(input_size, hidden_size, num_layers) for _ in range(num_lstms))
         for name, parameter in self.named_parameters():  # [lstm 1]
-            nn.init.constant_(parameter, 0.0) if "bias" in name else nn.init.orthogonal_(parameter, 1.0)
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
         self.weights = [lstm.all_weights for lstm in self.lstms]  # for --compile, which cannot look into an nn.LSTM
 
     def initial_state(self, num_envs: int) -> Tensor:
@@ -260,7 +260,7 @@ class Agent(nn.Module):
         self.actor_hidden = nn.Sequential(layer_init(nn.Linear(H, H)), nn.ELU())
         self.actor = layer_init(nn.Linear(H, num_outputs), std=0.01)
         if not self.discrete:  # the same standard deviations in all states [cont 2]
-            self.actor_logstd = nn.Parameter(torch.full(action_space.shape, args.log_std_init), args.learn_log_std)
+            self.actor_logstd = nn.Parameter(torch.ones(action_space.shape) * args.log_std_init, args.learn_log_std)
 
     def get_value(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
         """V: (N, *O), (N, K, 2, L, H), (N,) -> (N,)."""
@@ -351,7 +351,7 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
     if PROCESSES > 1:  # each has its part of the minibatch [aux 2]
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         nn.utils.vector_to_parameters(average(nn.utils.parameters_to_vector(gradients)), gradients)
-    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # few kernels; replaying a graph, many are faster
+    foreach = loss.is_cuda and not torch.compiler.is_compiling()  # one call; slower in a graph
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=foreach)  # [core 11]
     return stats | dict(loss=loss.detach(), grad_norm=grad_norm)
 
@@ -479,11 +479,11 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
     returns = []
     with contextlib.closing(envs), film, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(args.seed)  # and not the GPU's
-        agent = Agent(envs, args).eval().requires_grad_(False)  # an env may need gradients
+        agent = Agent(envs, args).eval().requires_grad_(False)  # no_grad() would reach into the env
         load_checkpoint(state["path"], agent)
         obs, _ = envs.reset(seed=env_seeds(args, 1, EVALUATION))
         act = functools.partial(agent.get_action_and_value, deterministic=args.deterministic)
-        memory, starts = agent.memory.initial_state(1), torch.ones(1)
+        next_state, starts = agent.memory.initial_state(1), torch.ones(1)
         for _ in range(episodes * 100_000):  # then episodes that do not end are given up
             if len(returns) == episodes or SIGNALS:
                 break
@@ -493,7 +493,7 @@ def evaluate(checkpoint: Path | str, episodes: int, args: Args | None = None) ->
                     raise UserError(f"cannot film {image.dtype} of shape {image.shape}: render (H, W, 3)")
                 scale = 255.0 if image.dtype != np.uint8 and image.max() < 1.5 else 1.0
                 film.append_data((image * scale).clip(0, 255).astype(np.uint8))
-            action, *_, memory = act(torch.as_tensor(obs), memory, starts)
+            action, *_, next_state = act(torch.as_tensor(obs), next_state, starts)
             obs, _, terminations, truncations, infos = envs.step(action.numpy().astype(envs.single_action_space.dtype))
             starts = torch.as_tensor(terminations | truncations).float()
             if "episode" in infos:
@@ -614,27 +614,25 @@ class CheckedEnv(gym.Wrapper):
                 seeder(number)
             if not isinstance(self.unwrapped.np_random, np.random.RandomState):
                 gym.Env.reset(self.unwrapped, seed=seed)  # its own may not
-        return self.check(self.call(self.env.reset, seed=seed, options=options)[0]), {}
+        return self.call(self.env.reset, seed=seed, options=options)[0], {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.call(self.env.step, self.action_space.dtype.type(action))
         numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in (reward, terminated, truncated)]
-        return self.check(obs), *numbers, {}
+        return obs, *numbers, {}
 
     def call(self, method: Callable, *args, **options):
         try:
-            return method(*args, **options)
+            obs, *others = method(*args, **options)
         except (Exception, SystemExit) as error:  # not every error can be sent to another process
             raise RuntimeError(f"an env raised {error!r}; the last checkpoint is good") from error
-
-    def check(self, obs):
         if self.unchecked > 0:
             self.unchecked -= 1
             try:  # as gymnasium does for sync envs; for async ones it casts whatever comes
                 concatenate(self.observation_space, [obs], create_empty_array(self.observation_space))
             except Exception as error:
                 raise UserError(f"{self.spec.id} gave {obs!r:.300}, not of {self.observation_space}: {error}") from None
-        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs
+        return np.array(obs) if isinstance(self.observation_space, gym.spaces.Box) else obs, *others
 
     def close(self):
         with contextlib.suppress(Exception, SystemExit):  # no reason to lose a run
@@ -682,9 +680,9 @@ class Run(contextlib.ExitStack):
         """Close everything, and say how the run ended."""
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
-        if isinstance(error, (SystemExit, EOFError, ConnectionError)) and self.folder.exists():
+        if isinstance(error, (SystemExit, EOFError, ConnectionError) if self.folder.exists() else SystemExit):
             why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
-            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good") from error
+            raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good, if there is one") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
         if error is None and SIGNALS and self.iteration < self.args.num_iterations:
@@ -781,7 +779,7 @@ class Run(contextlib.ExitStack):
             self.kept["progress"] = f"mean return {mean_return:.1f}, length {mean_length:.0f}"
             self.kept["score"] = mean_return if len(recent) == 100 else -math.inf  # too few
         self.episodes = []
-        if not -math.inf < self.kept["score"] <= self.kept["best_return"]:
+        if self.kept["score"] == -math.inf or self.kept["score"] > self.kept["best_return"]:
             self.kept |= dict(best_return=self.kept["score"], best_step=self.global_step)
         now = time.perf_counter()
         sps = scalars["charts/SPS"] = (self.global_step - self.start_step) / (now - self.start_time)

@@ -1,6 +1,6 @@
 """Film trained agents side by side: one animated GIF made of the evaluated episodes of each run.
 
-Run:   python benchmark/film.py runs/CartPole-v1__ppo__1__1700000000 runs/PongNoFrameskip-v4__ppo_atari__1__1700000000
+Run:   python benchmark/film.py runs/CartPole-v1__ppo__1__* runs/PongNoFrameskip-v4__ppo_atari__1__*
 
 The script that a folder names plays with `--evaluate --capture-video`, which leaves its film in the run's folder.
 """

@@ -58,6 +58,7 @@ BEGINNINGS = {  # what a constructor does besides
     "seeds torch": lambda: torch.manual_seed(0),
     "seeds all": seed_all,
     "moves": lambda: os.chdir(os.sep),
+    "exits": sys.exit,
     "finds no server": lambda: socket.create_connection(("127.0.0.1", 9), timeout=5),
 }
 INFOS = {

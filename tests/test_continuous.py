@@ -209,7 +209,7 @@ def test_the_ratio_is_one_at_first(monkeypatch):
 
 def test_a_fixed_log_std_stays():
     """Catches: an option for a fixed standard deviation that the optimizer does not know of."""
-    run_dir = script.train(small_args(script, learn_log_std=False, log_std_init=-1.0, learning_rate=0.1))
+    run_dir = script.train(small_args(script, learn_log_std=False, log_std_init=-1, learning_rate=0.1))
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["actor_logstd"].tolist() == [-1.0]
     run_dir = script.train(small_args(script, log_std_init=-1.0, learning_rate=0.1))
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]["actor_logstd"].item() != -1.0

@@ -213,6 +213,14 @@ def test_an_env_whose_close_fails(what, vectorization, capfd):
     assert read_scalars(run_dir)["eval/episodic_return"] == [(128, 8.0)]
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_env_that_exits_as_it_is_made(vectorization):
+    """Catches: a resumed job that counts as done, since its exit code is 0, though the env had no licence."""
+    run_dir = ppo.train(odd_args(ppo, "nothing", vectorization=vectorization))
+    with pytest.raises(RuntimeError, match=r"SystemExit\(\): an env called sys.exit"):
+        ppo.train(ppo.saved_args(run_dir, env_kwargs='{"what": "exits"}', total_timesteps=256))
+
+
 def start_async(launcher, **changes):
     """A run that has begun to train in processes of two envs, and their numbers."""
     options = SMALL["ppo"] | dict(vectorization="async", total_timesteps=10**9, checkpoint_every=1) | changes
