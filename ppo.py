@@ -117,7 +117,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         obs_space, action_space = env.observation_space, env.action_space
         fits = isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)
         if not fits or env.has_wrapper_attr("action_masks"):
-            spaces = "vectors and Discrete actions (Box: ppo_continuous_action.py, masks: ppo_multidiscrete.py)"
+            spaces = "vectors and Discrete actions (those with action_masks() are for ppo_multidiscrete.py)"
             raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
         return env
 
