@@ -247,6 +247,23 @@ def test_sizes(script):
     script.Args()
 
 
+def test_evaluations_have_episodes(script):
+    """Catches: --eval-every 100 that never evaluates, as no number of episodes was given."""
+    for asks in (dict(eval_every=100), dict(capture_video=True), dict(evaluate="run")):
+        assert script.Args(**asks).eval_episodes == 10
+        assert script.Args(**asks, eval_episodes=3).eval_episodes == 3
+    assert script.Args().eval_episodes == 0
+
+
+def test_arguments_that_were_changed_are_checked(script):
+    """Catches: a value set afterwards that trains nonsense, or fails when a folder is there."""
+    args = small_args(script)
+    args.update_epochs = 0
+    with pytest.raises(script.UserError, match="--update-epochs must be at least 1, not 0"):
+        script.train(args)
+    assert os.listdir() == []
+
+
 # where a script follows another source than the 37 details: its reference notebook, a tuned setting of the same task
 OWN_DEFAULTS = {"ppo_multidiscrete": dict(target_kl=0.015), "ppo_lstm": dict(gamma=0.98, gae_lambda=0.8)}
 OWN_DEFAULTS |= {"ppo_continuous_action": dict(vf_coef=0.25, norm_adv=False)}

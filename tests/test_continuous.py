@@ -69,6 +69,16 @@ def test_normalised_observations_are_clipped():
     norm.update(torch.tensor([[1.0], [5.0]]))  # mean 3, standard deviation 2
     assert norm(x).flatten().tolist() == [10.0, -10.0]
     assert norm(torch.tensor([[4.0], [1.0]])).flatten().tolist() == pytest.approx([0.5, -1.0])
+    loaded = script.RunningNorm((1,))
+    loaded.load_state_dict(norm.state_dict())
+    assert torch.equal(loaded(x), norm(x)), "a bound that no checkpoint holds"
+
+
+def test_normalisation_is_exact():
+    """Catches: numbers of which float32 leaves nothing, such as the seconds since 1970, normalised in it."""
+    norm, x = script.RunningNorm((1,)), torch.tensor([[1.8e9], [1.8e9 + 2]], dtype=torch.float64)
+    norm.update(x)
+    assert norm(x).flatten().tolist() == pytest.approx([-1.0, 1.0])
 
 
 def test_the_return_filter():

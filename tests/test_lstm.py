@@ -246,6 +246,9 @@ def test_velocities_are_hidden_where_they_are_known():
     for envs in (hidden, shown):
         envs.reset(seed=[1, 2])
     a, b = (envs.step(np.array([0, 1]))[0] for envs in (hidden, shown))
+    asked = ppo_lstm.make_envs(ppo_lstm.Args(mask_velocity=True), 2)
+    asked.reset(seed=[1, 2])
+    assert (asked.step(np.array([0, 1]))[0] == a).all()
     assert (a[:, [0, 2]] == b[:, [0, 2]]).all()
     assert not a[:, [1, 3]].any()
     assert b[:, [1, 3]].all()
@@ -366,3 +369,16 @@ def test_log_probability_and_entropy_of_any_shape():
     policy = torch.distributions.Independent(torch.distributions.Normal(mean, agent.actor_logstd.exp()), 2)
     torch.testing.assert_close(logprob, policy.log_prob(action))
     torch.testing.assert_close(entropy, policy.entropy())
+
+
+def test_an_evaluation_takes_the_most_likely_action(recurrent, monkeypatch):
+    """Catches: --deterministic that ppo_lstm.py heeds and ppo_atari_lstm.py does not."""
+    run_dir = recurrent.train(small_args(recurrent))
+
+    def spy(agent, *args, deterministic=False):
+        raise InterruptedError(deterministic)
+
+    monkeypatch.setattr(recurrent.Agent, "get_action_and_value", spy)
+    for deterministic in (True, False):
+        with pytest.raises(InterruptedError, match=str(deterministic)):
+            recurrent.evaluate(run_dir, 1, recurrent.saved_args(run_dir, deterministic=deterministic))

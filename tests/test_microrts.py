@@ -225,6 +225,15 @@ def test_a_frame_skip_that_the_game_lacks_is_refused(task, skip):
         script.make_envs(args, 1)
 
 
+def test_each_game_has_its_own_time():
+    """Catches: a game that begins, and sets the clocks of the others back."""
+    env = MicroRTSVectorEnv("MicrortsMining-v1", 2)
+    env.reset(seed=0)
+    env.max_steps, env.steps[0] = 5, 3
+    cut = [env.step(np.zeros((2, 8), np.int64))[3].tolist() for _ in range(5)]
+    assert cut == [[False, False], [True, False], [False, False], [False, False], [False, True]]
+
+
 def test_frame_skip_stops_at_the_end():
     """Ticks after the end that count a loss many times or change the last observation; an end that is a time limit."""
 
