@@ -135,6 +135,15 @@ def test_evaluations_during_training_are_logged(script):
 
 
 @PPO
+def test_the_agent_at_that_step_is_evaluated(script, monkeypatch):
+    """Catches: returns of the best agent so far, logged as those of the latest."""
+    played = []
+    monkeypatch.setattr(script, "evaluate", lambda path, *_: played.append(path.name) or [1.0])
+    script.train(small_args(script, checkpoint_every=1, eval_every=2))
+    assert played == ["checkpoint.pt"] * 2
+
+
+@PPO
 def test_the_command(script, launcher, checkpoint):
     """Catches: numbers that are not those of the episodes, an evaluation that changes the run, flags without effect."""
     run_dir = checkpoint.parent
