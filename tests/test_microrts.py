@@ -258,6 +258,31 @@ def test_frame_skip_stops_at_the_end():
     assert play(end) == end  # the time limit at the very same step
 
 
+def test_a_game_that_is_over_waits_for_the_others():
+    """Catches: idle ticks that count for a game that is over, or do not for one that is not."""
+    one, two = (MicroRTSVectorEnv("MicrortsWorkerRush-v1", n, frame_skip=9) for n in (1, 2))
+
+    def step(env):
+        obs, rewards, terminations, _, infos = env.step(np.zeros((env.num_envs, 8), np.int64))
+        obs = np.where(terminations[:, None, None, None], infos.get("final_obs", obs), obs)
+        return list(zip(obs, rewards, env.raw_rewards.copy(), terminations))
+
+    one.reset(seed=0)
+    two.reset(seed=0)
+    alone = [step(one)[0]]
+    while not alone[-1][-1]:
+        alone += step(one)
+    for _ in range(3):
+        step(two)
+    two.reset_game(1)  # it is three steps behind from here on
+    for t in range(3, len(alone)):
+        both = step(two)
+        for i, then in enumerate((t, t - 3)):
+            for got, expected in zip(both[i], alone[then]):
+                assert np.array_equal(got, expected)
+    assert both[0][-1] and not both[1][-1]
+
+
 def test_every_env_plays():
     """A row of the tables whose opponent, map or class does not exist, or whose observation has another size."""
     for env_id in MICRORTS:
