@@ -6,7 +6,7 @@ Resume:    python ppo_atari.py --resume runs/BreakoutNoFrameskip-v4__ppo_atari__
 Evaluate:  python ppo_atari.py --evaluate runs/BreakoutNoFrameskip-v4__ppo_atari__1__* --capture-video
 
 Differs from ppo.py in: the env (ale-py's native vector env, lives, FIRE), the network (one CNN for both heads, in
-bfloat16 where the hardware has it), and the defaults of the Atari experiments.
+bfloat16 where that is faster), and the defaults of the Atari experiments.
 
 "PPO" is arXiv:1707.06347, "GAE" arXiv:1506.02438, both by Schulman et al.; a tag such as [core 7]
 is a detail of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization".
@@ -64,7 +64,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 0  # CPU threads of torch, 0 for one per core
-    bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it, which is faster
+    bf16: bool = True  # compute the CNN in bfloat16 where that is faster
     compile: bool = False  # torch.compile policy, loss and gradient; pays off in long runs
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
@@ -302,7 +302,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
+        has = torch.cpu.get_capabilities().get  # an Intel without AMX is faster in float32
+        cpu = any((has("amx_bf16"), has("arm_bf16"), has("avx512_bf16") and "Intel" not in has("cpu_name", "")))
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each process has its part of the envs

@@ -102,7 +102,7 @@ class Args:
     hidden_size: int = 64  # H, units of each LSTM layer and of the layer after it
     num_layers: int = 1  # L, layers of each LSTM
     shared_lstm: bool = True  # one LSTM for actor and critic instead of one each
-    bf16: bool = False  # train in bfloat16, not the last layers, if the CPU has it; faster from 1,000 steps a minibatch
+    bf16: bool = False  # train in bfloat16, not the last layers, if the CPU is fast at it; from 1,000 steps a minibatch
     critic_learning_rate: float | None = None  # of a critic with --no-shared-lstm; None: learning_rate
     weight_decay: float = 0.0  # decoupled weight decay (AdamW); 0 to 0.01
     reward_floor: float = -math.inf  # smaller rewards are raised to this, before scaling
@@ -359,7 +359,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
+        has = torch.cpu.get_capabilities().get  # an Intel without AMX is faster in float32
+        cpu = any((has("amx_bf16"), has("arm_bf16"), has("avx512_bf16") and "Intel" not in has("cpu_name", "")))
         has_bf16 = cpu and run.device.type == "cpu"  # a GPU's LSTM would be float16
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each process has its part of the envs

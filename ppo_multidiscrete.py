@@ -66,7 +66,7 @@ class Args:
     torch_deterministic: bool = True  # deterministic cuDNN kernels
     cuda: bool = True  # use a GPU if there is one
     torch_threads: int = 1  # CPU threads of torch, 0: one per core; a small net is fastest on one
-    bf16: bool = True  # compute the CNN in bfloat16 where the hardware has it, which is faster
+    bf16: bool = True  # compute the CNN in bfloat16 where that is faster
     compile: bool = False  # torch.compile policy, loss and gradient; pays off in long runs
     track: bool = False  # log to wandb too
     wandb_project_name: str = "ppo"  # wandb project
@@ -309,7 +309,8 @@ def compute_gradients(agent: Agent, minibatch: list[Tensor], args: Args) -> dict
 def train(args: Args) -> Path:
     """Train an agent, or go on with the run in args.resume, and return the run's folder."""
     with Run(args) as run:
-        cpu = any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "arm_bf16")))
+        has = torch.cpu.get_capabilities().get  # an Intel without AMX is faster in float32
+        cpu = any((has("amx_bf16"), has("arm_bf16"), has("avx512_bf16") and "Intel" not in has("cpu_name", "")))
         has_bf16 = cpu if run.device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         args = run.args = replace(args, bf16=args.bf16 and has_bf16)  # evaluate uses the same
         T, N = args.num_steps, args.num_envs // PROCESSES  # each process has its part of the envs

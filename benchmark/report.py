@@ -244,7 +244,7 @@ COMPARISONS = {
         f"python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {{seeds}} "
         f"--label float32{FLAGS['float32']}\n"
         "python benchmark/learning_curves.py --script ppo_atari.py --env-ids BreakoutNoFrameskip-v4 --seeds {seeds}",
-        "`ppo_atari.py`'s CNN computes in bfloat16 where the hardware has it, which is faster ([speed](#speed)). "
+        "`ppo_atari.py`'s CNN computes in bfloat16 where that is faster ([speed](#speed)). "
         "At the end of this comparison both runs in bfloat16 are ahead of both in float32: two seeds show no "
         "loss, and are too few to show a gain. (The runs continue [above](#atari-ppo_ataripy).)",
     ),
@@ -609,7 +609,7 @@ def page() -> str:
     parts.append(
         "Env steps per second, updates included, by `python benchmark/throughput.py`: ours and Stable-Baselines3 (for "
         "the LSTM, sb3-contrib's RecurrentPPO) in turn, on the same settings, except that ours computes Atari in "
-        "bfloat16 where the hardware has it, RecurrentPPO sees the velocities, and each uses its own default number of "
+        "bfloat16 where that is faster, RecurrentPPO sees the velocities, and each uses its own default number of "
         "threads. Given are medians, and the median of the pairs' ratios, on the fastest machine; the other machines' "
         "rows are in benchmark/results. Rows of commit 94fb592 are means of whole runs; later ones leave out the first "
         "iteration.\n"

@@ -106,13 +106,21 @@ def test_only_to_film_a_screen_is_done_without(name, given, monkeypatch):
 
 
 @torch.backends.mkldnn.flags(enabled=False)  # whose LSTM in bfloat16 wants AVX-512, and may not be there
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("cpu", "faster"),
+    [
+        (dict(avx512_bf16=False), False),
+        (dict(avx512_bf16=True, cpu_name="AMD EPYC"), True),
+        (dict(avx512_bf16=True, cpu_name="Intel Xeon"), False),
+        (dict(avx512_bf16=True, amx_bf16=True, cpu_name="Intel Xeon"), True),
+    ],
+)
 @pytest.mark.parametrize("script", ["ppo_lstm", "ppo_atari", "ppo_atari_lstm", "ppo_multidiscrete"], indirect=True)
-def test_bfloat16_is_used_where_the_hardware_has_it(script, there, monkeypatch):
-    """Catches: an emulated half precision, many times slower; a run whose arguments do not say how it was computed."""
+def test_bfloat16_is_used_where_it_is_faster(script, cpu, faster, monkeypatch):
+    """Catches: half precision that is emulated, or no faster; a run whose arguments do not say how it was computed."""
     init, agents = script.Agent.__init__, []
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": there})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(script.Agent, "__init__", lambda self, *given: (agents.append(self), init(self, *given))[1])
     run_dir = script.train(small_args(script, bf16=True, total_timesteps=small_args(script).batch_size))
-    assert agents[0].bf16 == there
-    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["bf16"] == there
+    assert agents[0].bf16 == faster
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]["bf16"] == faster
