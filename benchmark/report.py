@@ -262,9 +262,9 @@ NOTES = {
     "InvertedPendulum: there the command does something else today (Pusher, seed 1001: -31.0; before, seeds 1 to 3: "
     "-28.9, -28.0 and -29.0).",
     "ppo_atari": "The published values are of three seeds and 10M steps. The rows of 3M and 2M steps are of runs whose "
-    "learning rate falls to 0 by then; of two seeds each, as a third could not have brought them to 20.8. Why Breakout "
-    "keeps its defaults, BeamRider and Pong have settings of their own, and one of two agents with large steps ends at "
-    "14.6: [what was tried](tried.md#breakout-and-beamrider).",
+    "learning rate falls to 0 by then; those of 3M have two seeds, as a third could not have brought them to 20.8. Why "
+    "Breakout keeps its defaults, BeamRider and Pong have settings of their own, and one of two agents with large steps "
+    "ends at 14.6: [what was tried](tried.md#breakout-and-beamrider).",
     "ppo_atari_lstm": "The published values are of three seeds and 10M steps, the rows of 3M steps of shorter runs, "
     "whose learning rate falls to 0 by then.",
     "ppo_multidiscrete": "On MicrortsMining-v4 one seed of five with 8 games stays at 17 to 22: its agent plays one of "
@@ -646,8 +646,6 @@ def page_of_settings() -> str:
         "* Nearly all is won early, and then some of it is lost (MicrortsAttackShapedReward-v1): end the run earlier.\n"
         "* One seed of several never gets going (MicrortsMining-v4): more envs, with minibatches of the same size. Or "
         "its ReLUs are dead, where steps are large (Pong): `--negative-slope 0.1`.\n"
-        "* BeamRider's 64 games with rollouts of 32 steps take as many gradient steps on as large minibatches as the "
-        "defaults, from twice as large a batch. They are no default because Breakout is no better with them.\n"
     )
 
 
