@@ -263,8 +263,8 @@ NOTES = {
     "-28.9, -28.0 and -29.0).",
     "ppo_atari": "The published values are of three seeds and 10M steps. The rows of 3M and 2M steps are of runs whose "
     "learning rate falls to 0 by then; those of 3M have two seeds, as a third could not have brought them to 20.8. Why "
-    "Breakout keeps its defaults, BeamRider and Pong have settings of their own, and one of two agents with large steps "
-    "ends at 14.6: [what was tried](tried.md#breakout-and-beamrider).",
+    "Breakout keeps its defaults, BeamRider and Pong have settings of their own, and one of two agents with large "
+    "steps ends at 14.6: [what was tried](tried.md#breakout-and-beamrider).",
     "ppo_atari_lstm": "The published values are of three seeds and 10M steps, the rows of 3M steps of shorter runs, "
     "whose learning rate falls to 0 by then.",
     "ppo_multidiscrete": "On MicrortsMining-v4 one seed of five with 8 games stays at 17 to 22: its agent plays one of "
