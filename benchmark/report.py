@@ -154,6 +154,7 @@ OWN_SETTINGS = {
     ("ppo_continuous_action", "Reacher-v5"): dict(num_envs=8, num_steps=256, update_epochs=20)
     | dict(learning_rate=1.5e-4, norm_adv=True, gamma=0.97, log_std_init=-0.7),
     ("ppo_multidiscrete", "MicrortsAttackShapedReward-v1"): dict(total_timesteps=300_000, clip_vloss=False),
+    ("ppo_multidiscrete", "MicrortsMining-v4"): dict(num_envs=16, num_minibatches=8),
     ("ppo_atari", "BeamRiderNoFrameskip-v4"): dict(num_envs=64, num_steps=32, num_minibatches=8, clip_vloss=False),
     ("ppo_atari", "PongNoFrameskip-v4"): dict(total_timesteps=5_000_000, num_envs=64, num_steps=32, num_minibatches=8)
     | dict(learning_rate=1e-3, clip_vloss=False, ent_coef=0.001, negative_slope=0.1),
