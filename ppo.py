@@ -117,7 +117,7 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
         obs_space, action_space = env.observation_space, env.action_space
         fits = isinstance(obs_space, Box) and len(obs_space.shape) == 1 and isinstance(action_space, Discrete)
         if not fits or env.has_wrapper_attr("action_masks"):
-            spaces = "vectors and Discrete actions (those with action_masks() are for ppo_multidiscrete.py)"
+            spaces = "vectors and Discrete actions (Box: ppo_continuous_action.py, masks: ppo_multidiscrete.py)"
             raise UserError(f"{args.env_id} has {obs_space} and {action_space}, not {spaces}")
         return env
 
@@ -162,7 +162,7 @@ class Agent(nn.Module):
         return self.critic(obs.float()).squeeze(-1)
 
     def get_action(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """A sample from the policy, or its most likely action: (N, *O) -> (N, *A)."""
+        """A sample of the policy in get_action_and_value, or its mode: (N, *O) -> (N, *A)."""
         logits = self.actor(obs.float())
         if not deterministic:  # argmax of p / E, E ~ Exp(1): a fast sample from p
             logits = logits.softmax(-1) / torch.empty_like(logits).exponential_()
@@ -422,7 +422,7 @@ def check_args(args: Args) -> None:
     require(args, "num_envs", lambda x: x % processes == 0, f"a multiple of {processes} processes")
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
     divides = lambda x: args.batch_size % (x * processes) == 0 and args.batch_size > x * processes * args.norm_adv
-    require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, with 2 for each process")
+    require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, each with 2 per process")
     require(args, "env_kwargs", lambda x: isinstance(json.loads(x), dict), "a JSON object")
     if args.evaluate or args.capture_video or args.eval_every:
         args.eval_episodes = args.eval_episodes or 10
@@ -574,7 +574,8 @@ class Run(contextlib.ExitStack):
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
             table = "".join(f"|{name}|{value}|\n" for name, value in (plain | about).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-            tell(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}")
+            begins = f"resuming at step {self.global_step:,}:" if self.args.resume else "starting"
+            tell(f"{begins} {self.folder} on {self.device}")
         self.save(agent, optimizer)
 
     def start_wandb(self):

@@ -773,7 +773,7 @@ def check_args(args: Args) -> None:
     require(args, "num_envs", lambda x: x % processes == 0, f"a multiple of {processes} processes")
     require(args, "total_timesteps", lambda x: x >= args.batch_size, f"at least a batch, {args.batch_size} steps")
     divides = lambda x: args.batch_size % (x * processes) == 0 and args.batch_size > x * processes * args.norm_adv
-    require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, with 2 for each process")
+    require(args, "num_minibatches", divides, f"a divisor of {args.batch_size} steps, each with 2 per process")
     require(args, "env_kwargs", lambda x: isinstance(json.loads(x), dict), "a JSON object")
     if args.evaluate or args.capture_video or args.eval_every:
         args.eval_episodes = args.eval_episodes or 10
@@ -925,7 +925,8 @@ class Run(contextlib.ExitStack):
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
             table = "".join(f"|{name}|{value}|\n" for name, value in (plain | about).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-            tell(f"{'resuming' if self.args.resume else 'starting'} {self.folder} on {self.device}")
+            begins = f"resuming at step {self.global_step:,}:" if self.args.resume else "starting"
+            tell(f"{begins} {self.folder} on {self.device}")
         self.save(agent, optimizer)
 
     def start_wandb(self):

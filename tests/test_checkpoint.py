@@ -117,13 +117,14 @@ def test_the_best_is_the_latest_before_there_are_100_episodes(run_dir):
     assert best["kept"]["best_score"] == -math.inf
 
 
-def test_a_resume_from_the_best(monkeypatch):
+def test_a_resume_from_the_best(monkeypatch, capsys):
     """Catches: --resume RUN/best.pt that goes on from the last checkpoint all the same, or in another folder."""
     args = small_args(ppo, checkpoint_every=1)
     set_returns(monkeypatch, 1.0, 3.0, 2.0, 2.5, 2.0)
     run_dir = ppo.train(args)
     with contextlib.chdir(run_dir):
         assert ppo.train(ppo.saved_args("best.pt", total_timesteps=3 * args.batch_size)) == run_dir
+    assert f"resuming at step {2 * args.batch_size:,}: {run_dir} on cpu\n" in capsys.readouterr().out
     assert load(run_dir)["iteration"] == 3
     assert load(run_dir, "best.pt")["iteration"] == 2
 

@@ -343,7 +343,7 @@ def test_other_scripts_do_not_ignore_masks(name):
     """Catches: invalid actions played in silence by a script without masks."""
     other = __import__(name)
     kwargs = json.dumps(dict(masks=[False, True, False], discrete=True))
-    with pytest.raises(other.UserError, match=r"those with action_masks\(\) are for ppo_multidiscrete\.py"):
+    with pytest.raises(other.UserError, match=r"masks: ppo_multidiscrete\.py"):
         other.train(small_args(other, env_id="OddMasks-v0", env_kwargs=kwargs))
 
 

@@ -43,9 +43,9 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ppo.UserError, match=r"^--num-envs must be a multiple of 3 processes, not 2$"):
         small_args(ppo)
-    with pytest.raises(ppo.UserError, match=r"^--num-minibatches must be a divisor of 48 steps, with 2 for each"):
+    with pytest.raises(ppo.UserError, match=r"^--num-minibatches must be a divisor of 48 steps, each with 2 per"):
         small_args(ppo, num_envs=3, num_minibatches=3)
-    with pytest.raises(ppo.UserError, match=r"^--num-minibatches .* with 2 for each process, not 16$"):
+    with pytest.raises(ppo.UserError, match=r"^--num-minibatches .* each with 2 per process, not 16$"):
         small_args(ppo, num_envs=3, num_minibatches=16)
     small_args(ppo, num_envs=3, num_minibatches=16, norm_adv=False)
     ppo_lstm = importlib.import_module("ppo_lstm")
