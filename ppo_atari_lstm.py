@@ -534,7 +534,7 @@ SIGNALS = []  # that main() was sent: the run ends after this iteration, an eval
 
 
 class UserError(Exception):
-    """Bad input: shown as one sentence, with exit code 2, before anything is written."""
+    """Bad input: shown as one sentence, with exit code 2; if possible, before anything is written."""
 
 
 def require(args: Args, names: str, valid: Callable, rule: str) -> None:
