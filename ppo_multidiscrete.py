@@ -135,6 +135,8 @@ def make_envs(args: Args, num_envs: int, render: bool = False) -> VectorEnv:
             env = gym.wrappers.TransformAction(env, lambda action: action[0] + space.start, MultiDiscrete([space.n]))
         elif isinstance(space, MultiDiscrete):
             env = gym.wrappers.TransformAction(env, lambda action: action + space.start, MultiDiscrete(space.nvec))
+        if not isinstance(env.observation_space, Box) and env.observation_space.is_np_flattenable:
+            env = gym.wrappers.FlattenObservation(env)  # Discrete: one-hot; Dict and Tuple: joined
         obs_space, action_space = env.observation_space, env.action_space
         is_grid = len(obs_space.shape or ()) == 3 and min(obs_space.shape[:2]) >= 5  # (H, W, C), as the CNN needs it
         is_known = isinstance(obs_space, Box) and (is_grid or len(obs_space.shape) == 1)

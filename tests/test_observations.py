@@ -85,7 +85,7 @@ def test_the_last_observation_is_not_the_next_episodes_first(script, vectorizati
 
 
 @pytest.mark.parametrize("kind", SPACES)
-@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action", "ppo_lstm"], indirect=True)
+@pytest.mark.parametrize("script", ACTIONS, indirect=True)
 def test_they_become_vectors(script, kind):
     """Catches: FrozenLake, Taxi and every Dict env refused, or the parts of one mixed up."""
     suffix = "Box" if script.__name__ == "ppo_continuous_action" else ""
