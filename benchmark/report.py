@@ -115,6 +115,8 @@ LABELS = {
     "no-clip-vloss": "no clipping of the value loss",
     "64-games": "64 games, no value clipping",
     "64-envs": "64 games",
+    "16-games": "16 games",
+    "unmasked-16-games": "no masks, 16 games",
     "3M-steps": "3M steps",
     "300k-steps": "300k steps",
     "64-games-3M-steps": "64 games, no value clipping, 3M steps",
@@ -165,6 +167,7 @@ SHORT_SEQUENCES = (
     "--num-minibatches 16"
 )
 UNMASKED = " -- --mask-actions False"
+SIXTEEN_GAMES = flags(OWN_SETTINGS["ppo_multidiscrete", "MicrortsMining-v4"])
 FLAGS = {
     "unmasked": UNMASKED,
     "constant-entropy": " -- --no-anneal-ent",
@@ -183,6 +186,8 @@ FLAGS = {
     "no-clip-vloss": " -- --no-clip-vloss",
     "64-games": f" -- {flags(OWN_SETTINGS['ppo_atari', 'BeamRiderNoFrameskip-v4'])}",
     "64-envs": " -- --num-envs 64 --num-minibatches 32",
+    "16-games": f" -- {SIXTEEN_GAMES}",
+    "unmasked-16-games": f"{UNMASKED} {SIXTEEN_GAMES}",
     "3M-steps": " -- --total-timesteps 3000000",
     "300k-steps": " -- --total-timesteps 300000",
     "64-games-3M-steps": " -- --total-timesteps 3000000 " + flags(OWN_SETTINGS["ppo_atari", "BeamRiderNoFrameskip-v4"]),
@@ -321,7 +326,7 @@ def published(script: str, name: str) -> tuple[str, str]:
     """What others report of an env and label, and who; two empty texts for none. Settings make no other task."""
     env_id, _, label = name.partition("__")
     task = f"{env_id}__{label}" if label.startswith("unmasked") else env_id
-    return PUBLISHED.get((script, task.removesuffix("-constant-entropy")), ("", ""))
+    return PUBLISHED.get((script, task.removesuffix("-constant-entropy").removesuffix("-16-games")), ("", ""))
 
 
 def furthest(runs: list[dict[str, str]]) -> list[dict[str, str]]:
