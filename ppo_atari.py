@@ -470,8 +470,8 @@ def require(args: Args, names: str, valid: Callable, rule: str) -> None:
 def check_args(args: Args) -> None:
     """Refuse values that would fail late or train nonsense, and set what others imply."""
     require(args, "num_envs num_steps num_minibatches update_epochs checkpoint_every", lambda x: x >= 1, "at least 1")
-    require(args, "learning_rate clip_coef max_grad_norm", lambda x: 0 < x < math.inf, "positive")
-    require(args, "target_kl", lambda x: x is None or x > 0, "positive")
+    require(args, "learning_rate clip_coef", lambda x: 0 < x < math.inf, "positive and finite")
+    require(args, "max_grad_norm target_kl", lambda x: x is None or x > 0, "positive")
     require(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "from 0 to 1")
     require(args, "seed torch_threads patience eval_episodes ent_coef vf_coef", lambda x: 0 <= x < 2**63, "0 or more")
     require(args, "eval_every", lambda x: x >= 0 == x % args.checkpoint_every, "a multiple of --checkpoint-every")
@@ -538,7 +538,7 @@ class CheckedEnv(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.call(self.env.step, self.action_space.dtype.type(action))
-        numbers = [(x if hasattr(x, "item") else np.asarray(x)).item() for x in (reward, terminated, truncated)]
+        numbers = [float((x if hasattr(x, "item") else np.asarray(x)).item()) for x in (reward, terminated, truncated)]
         return obs, *numbers, {}
 
     def call(self, method: Callable, *args, **options):
@@ -564,7 +564,8 @@ class CheckedEnv(gym.Wrapper):
 def note_signal(pid: int, signum: int, frame):
     """Have the run end after this iteration; a second Ctrl-C ends it at once."""
     if os.getpid() != pid:  # a process that an env has started
-        os._exit(128 + signum)
+        worker = torch.multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv")
+        return signal.alarm(30) if worker else os._exit(128 + signum)  # an env that is being made waits, too
     SIGNALS.append(signum)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError):  # as in tell()
@@ -588,6 +589,7 @@ class Run(contextlib.ExitStack):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
         self.folder = gather([Path("runs", f"{name}__{time.time_ns() // 10**6}").absolute()])[0]
         args.resume = args.resume and str(Path(args.resume).absolute())  # an env may chdir
+        self.callback(os.chdir, os.getcwd())  # for the caller, who may train again
         self.iteration = self.global_step = 0  # done so far
         self.kept = dict(recent=[], score=-math.inf, best_return=-math.inf, best_step=0, progress="no episode ended")
         self.episodes = []  # (return, length) of those that ended in this iteration
@@ -601,7 +603,7 @@ class Run(contextlib.ExitStack):
         with contextlib.suppress(EOFError, ConnectionError):  # of envs whose processes have died
             super().__exit__(kind, error, trace)
         if isinstance(error, (SystemExit, EOFError, ConnectionError) if self.folder.exists() else SystemExit):
-            why = "an env called sys.exit(), or its process was killed, perhaps for want of memory"
+            why = "an env raised it or called sys.exit(), or its process was killed, perhaps for want of memory"
             raise RuntimeError(f"{error!r}: {why}; a checkpoint in {self.folder} is good, if there is one") from error
         if error is None:
             tell(f"{self.global_step:,} steps, {self.kept['progress']}, in {self.folder}")
@@ -631,8 +633,7 @@ class Run(contextlib.ExitStack):
             about = dict(command=" ".join(sys.argv), torch=torch.__version__, gymnasium=gym.__version__)
             table = "".join(f"|{name}|{value}|\n" for name, value in (plain | about).items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", self.global_step)
-            begins = f"resuming at step {self.global_step:,}:" if self.args.resume else "starting"
-            tell(f"{begins} {self.folder} on {self.device}")
+            tell(f"from step {self.global_step:,} of {self.args.total_timesteps:,}: {self.folder} on {self.device}")
         self.save(agent, optimizer)
 
     def start_wandb(self):

@@ -58,6 +58,7 @@ BEGINNINGS = {  # what a constructor does besides
     "seeds torch": lambda: torch.manual_seed(0),
     "seeds all": seed_all,
     "moves": lambda: os.chdir(os.sep),
+    "slow to make": lambda: time.sleep(2),
     "exits": sys.exit,
     "finds no server": lambda: socket.create_connection(("127.0.0.1", 9), timeout=5),
 }
@@ -155,6 +156,14 @@ class OldStep(Odd):
         return obs, reward, terminated, info
 
 
+class NamedEnds(Odd):
+    """Says for each of several agents whether its episode ends."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, {"__all__": terminated}, truncated, info
+
+
 class Own(Odd):
     """Draws from a generator that cannot be set."""
 
@@ -174,6 +183,7 @@ class Sampling(gym.ObservationWrapper):
 
 gym.register("Odd-v0", entry_point=Odd)
 gym.register("OldStep-v0", entry_point=OldStep)
+gym.register("NamedEnds-v0", entry_point=NamedEnds)
 gym.register("Own-v0", entry_point=Own)
 gym.register("Sampling-v0", entry_point=Sampling)
 gym.register("Learner-v0", entry_point=Learner)

@@ -107,7 +107,7 @@ def assert_refused(result: tuple[int, str, str], *words: str):
     code, out, err = result
     assert code == 2, err
     assert "Traceback" not in err
-    assert "starting" not in out
+    assert "from step" not in out
     assert [word for word in words if word not in err] == [], err
     assert os.listdir() == []
 
@@ -312,8 +312,8 @@ def test_what_a_run_prints(main):
     assert (code, err) == (0, "")
     (run_dir,) = Path("runs").absolute().iterdir()
     assert run_dir.name.startswith("CartPole-v1__ppo__7__")
-    starting, end = [line for line in out.splitlines() if "steps/s" not in line]  # a line every 5 seconds
-    assert starting == f"starting {run_dir} on cpu"
+    begin, end = [line for line in out.splitlines() if "steps/s" not in line]  # a line every 5 seconds
+    assert begin == f"from step 0 of 128: {run_dir} on cpu"
     assert end == f"128 steps, {progress(run_dir)}, in {run_dir}"
     assert not set("\r\x1b") & set(out)
 

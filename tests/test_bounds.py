@@ -97,12 +97,13 @@ def test_bounds_of_one_are_left_alone(box_script):
     assert np.array_equal(received, np.array([[0.3, 0.123456789]], np.float32))
 
 
-def test_infinite_bounds_stay(box_script):
-    """Catches: a mapping of what has no middle."""
-    for actions in ([[5.0, -7.0]],):
-        received, space = receive(box_script, "NoBounds-v0", actions)
-        assert received.tolist() == actions
-        assert not space.is_bounded()
+@pytest.mark.parametrize("bounds", [{}, dict(low=-1e10, high=1e10)])
+def test_infinite_bounds_stay(box_script, bounds):
+    """Catches: a mapping of what has no middle, or of what stands for infinity, to which no action comes near."""
+    actions = [[5.0, -7.0]]
+    received, space = receive(box_script, "NoBounds-v0", actions, **bounds)
+    assert received.tolist() == actions
+    assert space.high.tolist() == [bounds.get("high", np.inf)] * 2
 
 
 def test_each_component_has_bounds_of_its_own(box_script):

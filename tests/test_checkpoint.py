@@ -124,7 +124,9 @@ def test_a_resume_from_the_best(monkeypatch, capsys):
     run_dir = ppo.train(args)
     with contextlib.chdir(run_dir):
         assert ppo.train(ppo.saved_args("best.pt", total_timesteps=3 * args.batch_size)) == run_dir
-    assert f"resuming at step {2 * args.batch_size:,}: {run_dir} on cpu\n" in capsys.readouterr().out
+    assert (
+        f"from step {2 * args.batch_size:,} of {3 * args.batch_size:,}: {run_dir} on cpu\n" in capsys.readouterr().out
+    )
     assert load(run_dir)["iteration"] == 3
     assert load(run_dir, "best.pt")["iteration"] == 2
 

@@ -64,6 +64,6 @@ def test_nothing_but_the_run_is_on_the_terminal(launcher):
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     first, *evaluations, last = lines
-    assert first.startswith("starting /")
+    assert first.startswith("from step 0 of 130: /")
     assert [line[:24] for line in evaluations] == ["evaluation: mean return "] * 2
     assert last.startswith("128 steps, ")

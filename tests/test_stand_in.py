@@ -44,7 +44,7 @@ def test_it_trains_as_on_the_cpu_and_never_waits(script, monkeypatch, capsys):
     args = small_args(script, anneal_clip=True)
     on_cpu = script.train(args)
     on_gpu, words = follow(script, monkeypatch, anneal_clip=True)
-    assert f"starting {on_gpu} on cuda" in capsys.readouterr().out
+    assert f": {on_gpu} on cuda" in capsys.readouterr().out
     assert same_parameters(on_cpu, on_gpu)
     steps = " ".join(words).split("step")[1:]  # the first are of setting up
     up = "up up" if "lstm" in script.__name__ else "up"  # an LSTM sends where episodes start besides

@@ -139,7 +139,7 @@ def test_torchrun():
         output, errors = process.communicate(timeout=300)
     assert len(re.findall(r"^threads at the end: (?!.*gloo)", errors, re.MULTILINE)) == 2, errors
     (run_dir,) = Path("runs").absolute().iterdir()
-    assert len(re.findall(r"^starting .* on cpu$", output, re.MULTILINE)) == 1, errors
+    assert len(re.findall(r"^from step 0 of .* on cpu$", output, re.MULTILINE)) == 1, errors
     pattern = rf'^stopped by signal 2; to go on: .*ppo\.py" --resume "{re.escape(str(run_dir))}"$'
     assert len(re.findall(pattern, output, re.MULTILINE)) == 1, errors
     state = torch.load(run_dir / "checkpoint.pt", weights_only=True)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -98,12 +99,10 @@ def test_an_env_that_moves():
     args = odd_args(ppo, "moves", eval_episodes=1)
     run_dir = ppo.train(args)
     assert run_dir.parent == here / "runs"
-    assert Path.cwd() == Path(os.sep)
-    os.chdir(here)
+    assert Path.cwd() == here
     more = ppo.saved_args(run_dir.relative_to(here), total_timesteps=2 * args.total_timesteps)
     assert ppo.train(more) == run_dir
     assert ppo.load_checkpoint(run_dir / "checkpoint.pt")["global_step"] == more.total_timesteps
-    os.chdir(here)
     assert len(ppo.evaluate(run_dir.relative_to(here), 1)) == 1
     os.chdir(here)
 
@@ -114,6 +113,14 @@ def test_the_callers_generators_are_as_before():
     ppo.train(odd_args(ppo, "numpy", eval_episodes=1))
     assert np.array_equal(np.random.get_state()[1], before[0])
     assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_end_that_is_no_flag(vectorization):
+    """Catches: a dict, which is true whatever it says, that ends every episode at its first step."""
+    args = odd_args(ppo, "", env_id="odd_envs:NamedEnds-v0", vectorization=vectorization)
+    with pytest.raises(TypeError, match=r"float.* 'dict'"):
+        ppo.train(args)
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
@@ -217,7 +224,7 @@ def test_an_env_whose_close_fails(what, vectorization, capfd):
 def test_an_env_that_exits_as_it_is_made(vectorization):
     """Catches: a resumed job that counts as done, since its exit code is 0, though the env had no licence."""
     run_dir = ppo.train(odd_args(ppo, "nothing", vectorization=vectorization))
-    with pytest.raises(RuntimeError, match=r"SystemExit\(\): an env called sys.exit"):
+    with pytest.raises(RuntimeError, match=r"SystemExit\(\): an env raised it or called sys.exit"):
         ppo.train(ppo.saved_args(run_dir, env_kwargs='{"what": "exits"}', total_timesteps=256))
 
 
@@ -240,6 +247,20 @@ def test_a_signal_to_each_process_of_the_job(launcher, signum):
         os.kill(pid, signum)
     assert process.wait() == 128 + signum, process.stderr
     assert process.stderr.strip() == "stopping after this iteration; Ctrl-C again stops at once"
+    assert "to go on: python" in process.stdout
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_envs_are_made(launcher, signum):
+    """Catches: envs' processes that die of it as long as they are not made yet, and a traceback of the run's."""
+    options = dict(vectorization="async", env_id="odd_envs:Odd-v0", env_kwargs='{"what": "slow to make"}')
+    process = launcher.start("ppo", *flags(**SMALL["ppo"] | options))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) == 2 or not process.running())
+    time.sleep(0.5)  # they are there before they know what they are
+    for pid in (*map(int, children.read_text().split()), process.pid):
+        os.kill(pid, signum)
+    assert process.wait() == 128 + signum, process.stderr
     assert "to go on: python" in process.stdout
 
 
