@@ -158,7 +158,7 @@ def test_minibatches_of_two_steps_are_accepted(script):
     args = small_args(script, num_minibatches=size // 2, total_timesteps=size, update_epochs=1, **changes)
     assert args.minibatch_size == 2
     assert load(script.train(args))["iteration"] == 1
-    with pytest.raises(script.UserError, match=f"--num-minibatches must be a divisor of {size} steps, with 2 for"):
+    with pytest.raises(script.UserError, match=f"--num-minibatches must be a divisor of {size} steps, each with 2 per"):
         small_args(script, num_minibatches=size, **changes)
     assert small_args(script, num_minibatches=size, norm_adv=False, **changes).minibatch_size == 1
 
