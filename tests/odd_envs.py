@@ -6,6 +6,7 @@ import random
 import socket
 import sys
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -58,7 +59,7 @@ BEGINNINGS = {  # what a constructor does besides
     "seeds torch": lambda: torch.manual_seed(0),
     "seeds all": seed_all,
     "moves": lambda: os.chdir(os.sep),
-    "slow to make": lambda: time.sleep(2),
+    "slow to make": lambda: (Path(f"{os.getpid()}.made").touch(), time.sleep(2)),
     "exits": sys.exit,
     "finds no server": lambda: socket.create_connection(("127.0.0.1", 9), timeout=5),
 }

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -255,10 +254,9 @@ def test_a_signal_while_envs_are_made(launcher, signum):
     """Catches: envs' processes that die of it as long as they are not made yet, and a traceback of the run's."""
     options = dict(vectorization="async", env_id="odd_envs:Odd-v0", env_kwargs='{"what": "slow to make"}')
     process = launcher.start("ppo", *flags(**SMALL["ppo"] | options))
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(lambda: len(children.read_text().split()) == 2 or not process.running())
-    time.sleep(0.5)  # they are there before they know what they are
-    for pid in (*map(int, children.read_text().split()), process.pid):
+    beginnings = lambda: [int(path.stem) for path in Path().glob("*.made")]  # the main process makes one, too
+    wait_until(lambda: len(beginnings()) == 3 or not process.running())
+    for pid in beginnings():
         os.kill(pid, signum)
     assert process.wait() == 128 + signum, process.stderr
     assert "to go on: python" in process.stdout
